@@ -18,7 +18,7 @@ from types import ModuleType
 from trainer.cli.exit_codes import INTERRUPTED, refuse
 from trainer.experiments.common.checks import require_once
 
-EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
+EXPERIMENTS = ("catbabi", "duality", "equal-compute", "jacobian", "language", "solvers", "word-problem")
 """Each has a module ``trainer.experiments.<name>.command`` with HELP, ``add_options`` and ``run_command``."""
 _MEASURED_ONCE = ("duality", "jacobian", "solvers")
 """Experiments that do not resume; the others train runs that the same command continues."""

@@ -115,7 +115,9 @@ def by_token(solution: Solution, length: int) -> tuple[Tensor, Tensor]:
 @contextmanager
 def record_calls(model: ImplicitLM, calls: list[tuple[int, int]]) -> Iterator[None]:
     """Record the rows and tokens of each call of the map, which applies its last norm once."""
-    handle = model.backbone.norm.register_forward_hook(
+    counted = model.backbone.norm or model.backbone.blocks()[-1].mixer_norm
+    assert counted is not None
+    handle = counted.register_forward_hook(
         lambda module, inputs, out: calls.append((out.shape[0], out.shape[1]))
     )
     try:

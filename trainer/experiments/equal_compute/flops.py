@@ -1,0 +1,46 @@
+"""Executed floating-point operations of a run, from its spec: iterations without gradient are counted too."""
+
+from __future__ import annotations
+
+from implicit_blocks.models.counting import training_flops_per_token
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
+from trainer.specs.run import RunSpec
+
+
+def flops_per_token(model: ModelSpec, *, length: int) -> float:
+    """Return the FLOPs of a training step per token: forward, and backward of what is differentiated.
+
+    Raises:
+        ValueError: it is no language model of this library, or the number of loops or the cost of a component
+            is not known in advance.
+
+    """
+    if not isinstance(model, ExplicitLMSpec | ImplicitLMSpec):
+        raise ValueError(
+            f"models of kind {model.kind!r} have no count of FLOPs; use explicit_lm or implicit_lm"
+        )
+    if isinstance(model, ImplicitLMSpec) and model.depth.expected_loops() is None:
+        raise ValueError(
+            f"with depth {model.depth.kind!r} the data decide how many FLOPs a step takes, so that a budget "
+            "cannot be kept; choose depth: {kind: fixed, loops: N}"
+        )
+    found = training_flops_per_token(model, length=length)
+    if found is None:
+        raise ValueError("the model has a component whose FLOPs are not known (flops_per_token)")
+    return found
+
+
+def run_flops(spec: RunSpec) -> float:
+    """Return the executed training FLOPs of a run, over all its phases.
+
+    Raises:
+        ValueError: as for `flops_per_token`.
+
+    """
+    return sum(
+        (phase.last_step - phase.first_step)
+        * phase.training.batch_size
+        * phase.data.seq_len
+        * flops_per_token(phase.model, length=phase.data.seq_len)
+        for phase in spec.phase_specs()
+    )

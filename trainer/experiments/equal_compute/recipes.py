@@ -1,0 +1,207 @@
+"""Recipes: what one run trains, and how; and the run spec of a recipe. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from implicit_blocks.specs.base import validate
+from implicit_blocks.specs.errors import format_error
+from trainer.experiments.equal_compute.flops import run_flops
+from trainer.specs.run import RunSpec
+
+Family = Literal["llama", "mamba2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run: the shape of the model, its budget, and what is tuned.
+
+    The budget is in executed training FLOPs; ``share`` below 1 uses only this part of it, which is fewer
+    epochs of the same text.
+    """
+
+    family: Family
+    layers: tuple[int, int, int]
+    """Layers of prelude, core and coda; an explicit model has (0, n, 0)."""
+    loops: int = 0
+    """Loops of the core in training; 0: the explicit model."""
+    gradient_loops: int | None = None
+    """Number of loops, the last ones, that are differentiated; None: all."""
+    loops_from: float = 0.0
+    """Share of the steps before which the core is run once."""
+    injection: str = "residual"
+    """How the prelude's output enters the core."""
+    width: int = 256
+    learning_rate: float
+    weight_decay: float
+    petaflops: float
+    share: float = 1.0
+    seed: int = 0
+    weight_norm: bool = False
+    qk_norm: bool = True
+    average: float | None = None
+    """Factor of a moving average of the weights, per step."""
+    batch_size: int = 16
+    length: int = 512
+    vocab_size: int = 8192
+    precision: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        prelude, core, coda = self.layers
+        if core < 1 or min(prelude, coda) < 0:
+            raise ValueError(f"layers is {self.layers}; give prelude, core (at least 1) and coda")
+        if not self.loops and (prelude or coda):
+            raise ValueError(f"an explicit model has layers (0, n, 0), not {self.layers}; or set loops")
+        for name in ("learning_rate", "petaflops", "share"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+        if not 0 <= self.loops_from < 1 or (self.loops_from and self.loops < 2):
+            raise ValueError(f"loops_from is {self.loops_from}; give a share below 1, for 2 loops or more")
+
+    @property
+    def side(self) -> Literal["explicit", "implicit"]:
+        """The side of the comparison."""
+        return "implicit" if self.loops else "explicit"
+
+    @property
+    def shape(self) -> str:
+        """The shape of the model in words: ``4 layers``, or ``1-2-1, 3 loops``."""
+        if not self.loops:
+            return f"{self.layers[1]} layers"
+        late = f" from {self.loops_from:.0%}" if self.loops_from else ""
+        kind = "" if self.injection == "residual" else f" {self.injection}"
+        last = "" if self.gradient_loops is None else f", gradient of {self.gradient_loops}"
+        return f"{'-'.join(map(str, self.layers))}{kind}, {self.loops} loops{late}{last}"
+
+    @property
+    def name(self) -> str:
+        """A name that no other recipe has, fit for a file."""
+        shape = "-".join(map(str, self.layers)) + f"x{self.loops}" if self.loops else f"{self.layers[1]}"
+        parts = [self.family, self.side, shape, f"w{self.width}"]
+        if self.loops:
+            parts.append(self.injection)
+            parts += [] if self.gradient_loops is None else [f"k{self.gradient_loops}"]
+            parts += [f"from{self.loops_from:g}"] if self.loops_from else []
+        parts += ["wn"] if self.weight_norm else []
+        parts += [] if self.qk_norm or self.family == "mamba2" else ["plain"]
+        parts += [f"lr{self.learning_rate:g}", f"wd{self.weight_decay:g}", f"{self.petaflops:g}pf"]
+        parts += [f"share{self.share:g}"] if self.share != 1 else []
+        parts += [] if self.average is None else [f"ema{self.average:g}"]
+        return "_".join([*parts, f"s{self.seed}"])
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> Recipe:
+        """Return the recipe of a row of JSON.
+
+        Raises:
+            ValueError: a field is unknown, missing or out of range.
+
+        """
+        try:
+            return cls(**row)
+        except TypeError as error:
+            raise ValueError(f"a run is described by {sorted(row)}: {error}") from None
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the recipe as JSON values."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    def with_seed(self, seed: int) -> Recipe:
+        """Return the same recipe with another seed."""
+        return replace(self, seed=seed)
+
+
+def spec_of(recipe: Recipe, data: Path) -> RunSpec:
+    """Return the run of a recipe on the tokens in ``data``, an output of ``python -m trainer.tokenize``.
+
+    The number of steps is the largest within the budget.
+
+    Raises:
+        ValueError: the recipe is not valid, or its budget is below one step.
+
+    """
+    one = _validated(recipe, data, steps=1000)
+    steps = math.floor(1000 * recipe.share * recipe.petaflops * 1e15 / run_flops(one) + 1e-9)
+    if steps < 2:
+        raise ValueError(f"{recipe.name}: {recipe.petaflops:g} PFLOP are below two steps; raise petaflops")
+    return _validated(recipe, data, steps=steps)
+
+
+def _validated(recipe: Recipe, data: Path, *, steps: int) -> RunSpec:
+    tree = _tree(recipe, data, steps)
+    try:
+        return validate(RunSpec, tree)
+    except ValidationError as error:
+        raise format_error(error, tree, source=recipe.name) from None
+
+
+def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
+    prelude, core, coda = recipe.layers
+    model: dict[str, Any] = {
+        "kind": "explicit_lm",
+        "vocab_size": recipe.vocab_size,
+        "d_model": recipe.width,
+        "n_layers": core,
+        "weight_norm": recipe.weight_norm,
+        **_layers(recipe),
+    }
+    phases: list[dict[str, Any]] = []
+    if recipe.loops:
+        last = recipe.gradient_loops
+        model |= {
+            "kind": "implicit_lm",
+            "injection": {"kind": recipe.injection},
+            "depth": {"kind": "fixed", "loops": recipe.loops},
+            "gradient": {"kind": "last_loops", "loops": last},
+            "stopping": {"tolerance": 1e-3, "max_iterations": 32},
+            "at_evaluation": {"stopping": {"max_iterations": 32}},
+        }
+        model |= {name: {"n_layers": n} for name, n in (("prelude", prelude), ("coda", coda)) if n}
+        if recipe.loops_from:
+            once = {"depth": {"kind": "fixed", "loops": 1}}
+            phases = [{"name": "once", "until": recipe.loops_from, "model": once}, {"name": "looped"}]
+    return {
+        "kind": "run",
+        "model": model,
+        "data": {"kind": "tokens", "path": str(data), "seq_len": recipe.length},
+        "training": {
+            "max_steps": steps,
+            "batch_size": recipe.batch_size,
+            "seed": recipe.seed,
+            "precision": recipe.precision,
+            "max_grad_norm": 1.0,
+            "optimizer": {
+                "kind": "adamw",
+                "learning_rate": recipe.learning_rate,
+                "weight_decay": recipe.weight_decay,
+                "betas": [0.9, 0.95],
+            },
+            "schedule": {
+                "kind": "warmup_constant_sqrt",
+                "warmup": 0.02,
+                "decay": 0.3,
+                "final_learning_rate": 1e-5,
+            },
+        },
+        "phases": phases,
+        "evaluation": {"sequences": 512, "batch_size": 32},
+    }
+
+
+def _layers(recipe: Recipe) -> dict[str, Any]:
+    """Return mixer and MLP of a layer of the family, in proportion to the width."""
+    width = recipe.width
+    if recipe.family == "mamba2":
+        return {"mixer": {"kind": "mamba2", "d_state": min(128, width // 2), "head_dim": min(64, width // 4)}}
+    if recipe.family != "llama":
+        raise ValueError(f"family is {recipe.family!r}; choose llama or mamba2")
+    mixer: dict[str, Any] = {"kind": "attention", "n_heads": max(1, width // 64), "rope_theta": 500000}
+    if recipe.qk_norm:
+        mixer["qk_norm"] = "weighted"
+    return {"mixer": mixer, "mlp": {"kind": "swiglu", "d_ff": -(-8 * width // 3 // 64) * 64}}

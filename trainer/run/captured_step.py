@@ -1,0 +1,281 @@
+"""The whole training step of a small model as one CUDA graph: forward, backward, clipping, optimizer.
+
+A model of a few million parameters is bound by launches: the device computes its kernels faster than the host
+launches them. A captured step is one launch, so that several models can train side by side on streams of one
+process (`trainer.run.side_by_side`). Without a GPU the same step runs eagerly.
+
+Shape legend: K steps that are loaded at a time, B sequences of a step, L tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.cuda.capture import capture
+from implicit_blocks.search.agreement import fixed_budget
+from implicit_blocks.specs import ModelSpec
+from trainer.data.source import Batch
+from trainer.run.step import autocast, set_learning_rate
+from trainer.run.trainable_model import AgreesOnStopping
+from trainer.specs.run import RunSpec
+
+_LOG = logging.getLogger(__name__)
+
+WARM_UP = 3
+"""Steps that run eagerly before the capture: kernels are compiled and the optimizer's state is allocated."""
+
+
+def refuse_unsupported(spec: RunSpec) -> None:
+    """Reject runs whose steps are not all alike: one batch of whole rows, one optimizer, no callbacks.
+
+    Raises:
+        ValueError: names the field, and what to do.
+
+    """
+    training = spec.training
+    wrong = {
+        "training.micro_batch_size": training.micro_batch_size is not None,
+        "training.init_from": training.init_from is not None,
+        "data.documents": getattr(spec.data, "documents", "ignore") != "ignore",
+        "callbacks": bool(spec.callbacks),
+        "phases": any(phase.training != training or phase.data != spec.data for phase in spec.phase_specs()),
+    }
+    found = [name for name, unsupported in wrong.items() if unsupported]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: not supported for models that train side by side, whose phases may change "
+            "only the model; remove it, or train with python -m trainer"
+        )
+
+
+def why_not_captured(spec: RunSpec, model: ModelSpec, device: torch.device) -> str | None:
+    """Return why the step of this model cannot be captured; None: it can.
+
+    The number of loops must be fixed: a stopping rule reads the device.
+    """
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if spec.training.optimizer.kind != "adamw":
+        return f"the optimizer is {spec.training.optimizer.kind}, and only adamw can be captured"
+    if getattr(model, "dropout", 0.0) > 0:
+        return "dropout draws random numbers, which models on several streams would share"
+    depth, gradient = getattr(model, "depth", None), getattr(model, "gradient", None)
+    if depth is not None and depth.kind != "fixed":
+        return f"depth {depth.kind!r} has no fixed number of loops"
+    if gradient is not None and gradient.kind not in ("last_loops", "unrolled"):
+        return f"gradient {gradient.kind!r} searches until a tolerance"
+    return None
+
+
+class CapturedStep:
+    """Makes training steps of one model from batches that are loaded some at a time.
+
+    Everything that a step reads or writes is on the device: batches, learning rates, losses and the number of
+    the step. The host only replays the graph. A step whose loss or gradient norm is not finite changes
+    nothing, as in ``trainer.run.step``; its loss is recorded.
+
+    Args:
+        model: on the device, in training mode; with a fixed number of loops if it is captured.
+        optimizer: of the model; AdamW if the step is captured.
+        rates: the learning rate of each step of the run.
+        batch_size: B.
+        length: L.
+        precision: ``float32``, or ``bfloat16`` for autocast.
+        max_grad_norm: the norm to which gradients are clipped; None: not clipped.
+        device: of the model.
+        at_once: K, the number of steps whose batches are loaded together.
+        average: factor of an exponential moving average of the weights, per step; None: there is none.
+        not_captured: why the step cannot be captured (``why_not_captured``); None: it can.
+
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rates: Sequence[float],
+        batch_size: int,
+        length: int,
+        precision: str,
+        max_grad_norm: float | None,
+        device: torch.device,
+        at_once: int = 32,
+        average: float | None = None,
+        not_captured: str | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.precision, self.at_once = precision, at_once
+        self.limit = math.inf if max_grad_norm is None else max_grad_norm
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.not_captured = not_captured
+        """Why the step runs eagerly; None: it is captured."""
+        self.done = 0
+        """Number of steps made so far, on the host."""
+        self._host_rates = tuple(rates)
+        self._eager_left = WARM_UP
+        self._parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._decay = average
+        with self.in_stream():
+            self._batches_KBL = torch.zeros(2, at_once, batch_size, length, dtype=torch.int64, device=device)
+            self._slot = torch.zeros(1, dtype=torch.int64, device=device)
+            self._step = torch.zeros(1, dtype=torch.int64, device=device)
+            self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+            self._rate = torch.zeros((), dtype=torch.float32, device=device)
+            self._skip = torch.zeros((), dtype=torch.float32, device=device)
+            self._losses = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
+            self._norms = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
+            self._average = None if average is None else [p.detach().clone() for p in self._parameters]
+        self._choose_agreement()
+        self._on_device = device.type == "cuda" and isinstance(optimizer, torch.optim.AdamW)
+        if self._on_device:
+            for group in optimizer.param_groups:
+                group["lr"], group["capturable"] = self._rate, True
+            optimizer.found_inf = self._skip  # type: ignore[attr-defined]  # the fused kernel reads it
+            # The first steps run eagerly on purpose; torch would warn that they are slower than a graph.
+            optimizer._warned_capturable_if_run_uncaptured = True
+
+    def recapture(self, not_captured: str | None = None) -> None:
+        """Forget the graph, as after a change of the model's number of loops.
+
+        ``not_captured`` says why the steps that follow run eagerly; None: they are captured.
+        """
+        self.graph, self._eager_left, self.not_captured = None, WARM_UP, not_captured
+        self._choose_agreement()
+
+    def load(self, batch: Batch) -> None:
+        """Load the batches of the next steps, up to K; rows are in the order of the steps."""
+        count = len(batch) // self._batches_KBL.shape[2]
+        both = torch.stack((batch.inputs, batch.labels)).view(2, count, *self._batches_KBL.shape[2:])
+        if self.device.type == "cuda":
+            both = both.pin_memory()
+        with self.in_stream():
+            self._batches_KBL[:, :count].copy_(both, non_blocking=True)
+            self._slot.zero_()
+
+    def run(self, count: int) -> None:
+        """Make ``count`` steps on the batches loaded last; on a GPU the host does not wait for them."""
+        with self.in_stream():
+            for _ in range(count):
+                if self.graph is not None:
+                    self.graph.replay()
+                elif self.not_captured is None and self._eager_left == 0:
+                    self._capture()
+                    self._once_more()
+                else:
+                    self._eager_left = max(0, self._eager_left - 1)
+                    self._body()
+                self.done += 1
+
+    def losses(self) -> Tensor:
+        """Return the losses of the steps so far, float32 on the host; waits for the device."""
+        self.synchronize()
+        return self._losses[: self.done].cpu()
+
+    def gradient_norms(self) -> Tensor:
+        """Return the gradient norms of the steps so far, before clipping, float32 on the host."""
+        self.synchronize()
+        return self._norms[: self.done].cpu()
+
+    def last_loss(self) -> Tensor:
+        """Return the loss of the latest step in page-locked memory, which the stream fills in its order."""
+        at = slice(max(0, self.done - 1), max(1, self.done))
+        if self.stream is None:
+            return self._losses[at].clone()
+        value = torch.empty(1, pin_memory=True)
+        with self.in_stream():
+            value.copy_(self._losses[at], non_blocking=True)
+        return value
+
+    def synchronize(self) -> None:
+        """Wait for the steps of this model."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Give the model the averaged weights in the ``with`` block.
+
+        Raises:
+            ValueError: there is no average.
+
+        """
+        if self._average is None:
+            raise ValueError("the weights were not averaged; give `average`, such as 0.999")
+        with self.in_stream(), torch.no_grad():
+            kept = [p.detach().clone() for p in self._parameters]
+            torch._foreach_copy_(self._parameters, self._average)
+        try:
+            yield
+        finally:
+            with self.in_stream(), torch.no_grad():
+                torch._foreach_copy_(self._parameters, kept)
+
+    def in_stream(self) -> AbstractContextManager[Any]:
+        """Return the context of this model's stream, in which all its work must be launched."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _choose_agreement(self) -> None:
+        if isinstance(self.model, AgreesOnStopping):
+            # With a fixed budget no call asks the device whether a row has diverged.
+            self.model.agree = fixed_budget if self.not_captured is None else None
+
+    def _once_more(self) -> None:
+        """Make the step that was captured, or that could not be."""
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._body()
+
+    def _capture(self) -> None:
+        """Capture the step; one that cannot be captured runs eagerly from now on, with a line in the log."""
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            with capture(graph, None):
+                self._body()
+        except Exception as error:  # torch reports failed captures with errors of several kinds
+            self.not_captured = f"{type(error).__name__}: {error}".splitlines()[0]
+            _LOG.warning("the training step cannot be captured, so it runs eagerly: %s", self.not_captured)
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        self.graph = graph
+
+    def _body(self) -> None:
+        """One step, without reading the device where it may be captured."""
+        self.optimizer.zero_grad(set_to_none=True)
+        inputs_BL, labels_BL = self._batches_KBL.index_select(1, self._slot).squeeze(1).unbind(0)
+        with autocast(self.device, self.precision):
+            output = self.model(inputs_BL, labels=labels_BL, return_logits=False)
+        loss = output.loss
+        penalty = None if output.solution is None else output.solution.penalty
+        (loss if penalty is None else loss + penalty.mean()).backward()
+        gradients = [p for p in self._parameters if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(gradients, self.limit)
+        with torch.no_grad():
+            self._losses.index_copy_(0, self._step, loss.detach().float().view(1))
+            self._norms.index_copy_(0, self._step, norm.detach().float().view(1))
+            finite = loss.detach().isfinite() & norm.detach().isfinite()
+            if self._on_device:
+                self._rate.copy_(self._rates.index_select(0, self._step).squeeze(0))
+                self._skip.copy_((~finite).float())
+                self.optimizer.step()
+            elif bool(finite):
+                set_learning_rate(self.optimizer, self._host_rates[self.done])
+                self.optimizer.step()
+            if self._average is not None:
+                assert self._decay is not None
+                torch._foreach_lerp_(self._average, self._parameters, 1 - self._decay)
+            self._slot += 1
+            self._step += 1
