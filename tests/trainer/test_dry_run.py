@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from implicit_blocks.specs import load_spec
 from trainer.__main__ import main
+from trainer.estimate.dry_run import dry_run_report
 from trainer.estimate.memory import Memory, estimate_memory, resolve_layout
 from trainer.specs.distributed import DistributedSpec
+from trainer.specs.run import RunSpec
 
 PARAMETERS = 1_324_083_184
 """Of llama_1.3b."""
@@ -168,3 +171,32 @@ def test_the_duration_of_the_run_is_the_sum_over_its_phases(capsys: pytest.Captu
     ((number, suffix),) = re.findall(r"whole run +at most ([\d.]+) ([TPEZ])FLOP", out)
     assert len(parts) == 2
     assert float(number) * scale[suffix] == pytest.approx(sum(parts), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({}, 1, "micro-batches of 8 x 12 = 96 tokens, 1 per step"),
+        ({"training.micro_batch_size": 2}, 1, "2 x 12 = 24 tokens, gradients accumulated over 4 per step"),
+        (
+            {"training.batch_size": 12, "training.micro_batch_size": 4},
+            2,
+            "gradients accumulated over 2 per step (the last of 2 sequences) on each of 2 ranks",
+        ),
+    ],
+    ids=["one", "four", "two ranks"],
+)
+def test_the_dry_run_shows_the_accumulation_of_gradients(
+    small: Callable[..., RunSpec], changes: dict[str, Any], ranks: int, words: str
+) -> None:
+    report = dry_run_report(small(changes), name="small", ranks=ranks)
+    assert words in report
+    size = changes.get("training.batch_size", 8)
+    assert f"4 steps of {size} x 12 = {12 * size} tokens" in report
+
+
+def test_the_dry_run_shows_optimizer_schedule_and_average(small: Callable[..., RunSpec]) -> None:
+    optimizer = {"kind": "torch", "class": "torch.optim.NAdam", "learning_rate": 1e-3}
+    changes = {"training.optimizer": optimizer, "training.schedule": {"kind": "cosine"}}
+    report = dry_run_report(small({**changes, "training.ema": {"decay": 0.99, "start": 0.5}}), name="small")
+    assert "torch.optim.NAdam, cosine, average of the weights (decay 0.99) after 2 steps" in report

@@ -54,6 +54,12 @@ def test_converged_rows_in_the_batch_count_as_executed(iterations: list[list[flo
     assert _executed(torch.tensor(iterations), len(iterations[0])) == calls
 
 
+def test_rows_with_fewer_loops_stay_in_the_batch() -> None:
+    loops = torch.tensor([[1.0, 1.0, 1.0, 5.0], [2.0, 2.0, 2.0, 2.0]])
+    assert _executed(loops, 2, compacts=False) == (1 + 5 + 2 + 2) / 4
+    assert _executed(loops, 2) < _executed(loops, 2, compacts=False)
+
+
 def test_executed_iterations_equal_the_calls_of_the_map(small: Small, tmp_path: Path) -> None:
     """Counted in the model itself, sequence by sequence."""
     run = build(small({"model.stopping.max_iterations": 16}), output=tmp_path / "run", device="cpu")

@@ -6,6 +6,7 @@ import itertools
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,14 +56,36 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", zoo_names())
+FAMILIES = ("llama", "mamba2", "attractor", "parcae", "huginn", "ouro", "sandwich", "retrofit")
+SLOW = [  # alike but for their sizes, which these runs reduce
+    name
+    for name in zoo_names()
+    if name.split("_")[0] in FAMILIES
+    and not any(size in name for size in ("130m", "140m", "huginn", "1.4b", "0.5b", "state_tracking"))
+]
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a spec: slow, and that the published solver of Attractor warns."""
+    warns = "ignore::implicit_blocks.solvers.attractor_anderson.NonCausalSolverWarning"
+    marks = [pytest.mark.slow] if name in SLOW else []
+    return [*marks, pytest.mark.filterwarnings(warns)] if name.endswith("_published") else marks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in zoo_names()])
 def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
-    spec = load_spec(name)
+    spec: Any = load_spec(name)
     narrow = NARROW[2:]
     if spec.model.kind == "transformers":
         pytest.importorskip("transformers", reason="transformers is not installed")
     else:
-        narrow = [*NARROW, *MIXERS.get(spec.model.mixer.kind, [])]
+        narrow = [*NARROW, *MIXERS.get(spec.model.mixer.kind, []), *_few_loops(spec.model)]
+        optional = ("mixer.n_kv_heads=2", "mixer.head_dim=8", "prelude.n_layers=1", "coda.n_layers=1")
+        narrow += [f"model.{change}" for change in optional if _has(spec.model, change)]
+        if spec.model.layers:  # the published pattern: every second layer has value embeddings
+            mixer = "{kind: attention, n_heads: 2, qk_norm: unweighted, value_embeddings: 64}"
+            narrow += [f"model.layers=[{{}}, {{mixer: {mixer}}}]", "model.d_model=32"]
+            narrow += [f"model.{stack}n_layers=2" for stack in ("", "prelude.", "coda.")]
     if spec.model.kind == "implicit_lm":
         narrow += ["model.at_evaluation.stopping.max_iterations=6"]
     if spec.data.kind == "tokens":
@@ -106,6 +129,19 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     assert all(row["loss"] > 0 for row in summary["evaluation"])
     assert (summary["final"]["iterations"] is None) == name.endswith(("_explicit", "_transformers"))
     assert (folder / "report.png").is_file()
+
+
+def _few_loops(model: Any) -> list[str]:
+    """Return changes that limit a mean number of loops, and a fixed number in evaluation, to two."""
+    fields = ("depth.mean", "at_evaluation.exit.loops")
+    return [f"model.{field}=2" for field in fields if _has(model, f"{field}=2")]
+
+
+def _has(model: Any, change: str) -> bool:
+    """Return whether the field that a change sets has a value."""
+    for name in change.partition("=")[0].split("."):
+        model = getattr(model, name, None)
+    return model is not None
 
 
 def test_another_architecture_begins_with_what_the_baseline_extends(

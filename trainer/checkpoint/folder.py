@@ -3,7 +3,8 @@
 A checkpoint is a folder such as ``step-00000120``:
 
 - ``__RANK_0.distcp``: weights and optimizer state in the format of ``torch.distributed.checkpoint``. Each
-  process writes its share; any number of processes can read them.
+  process writes its share; any number of processes can read them. In a run with an average of the weights
+  (``training.ema``), the tensors ``model/…`` are the average, and ``training/…`` the weights of training.
 - ``tensors.json``: the position of each tensor in those files. Checkpoints of format 2 have it as a pickle,
   ``.metadata``, whose code is not executed.
 - ``rank-00000.json``: the states of that process's random number generators.
@@ -30,6 +31,8 @@ FORMAT = 3
 _READABLE = (2, FORMAT)
 STATE_FILE = RECORD
 OPTIMIZER_PREFIX = "optimizer/"
+TRAINING_PREFIX = "training/"
+"""Of the weights that the optimizer updates, where the model's are their average."""
 TEMPORARY = ".tmp-"
 
 

@@ -21,6 +21,7 @@ from trainer.checkpoint.folder import (
     FORMAT,
     OPTIMIZER_PREFIX,
     STATE_FILE,
+    TRAINING_PREFIX,
     TrainingProgress,
     newest_sound_checkpoint,
     rank_file,
@@ -33,7 +34,9 @@ from trainer.checkpoint.rng import restore_random_state, seed_everything
 from trainer.checkpoint.writer import Checkpointer, SaveTimes, named_tensors
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError
+from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizers import load_optimizer_state
+from trainer.run.trainable_model import MatchesCounters
 from trainer.storage.files import read_json
 
 __all__ = [
@@ -57,6 +60,7 @@ def load_checkpoint(
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
+    average: WeightAverage | None = None,
     restore_random: bool = False,
     verify: bool = True,
     ranks: Ranks | None = None,
@@ -69,7 +73,9 @@ def load_checkpoint(
     Args:
         path: of the checkpoint.
         model: the inner module, without a DDP wrapper.
-        optimizer: of that model; None: its state is not loaded.
+        optimizer: of that model; None: its state is not loaded. With it the model gets the weights of
+            training, otherwise their average if the checkpoint has one.
+        average: of the model's weights, loaded with the optimizer; begins anew if the checkpoint has none.
         restore_random: whether to restore the random number generators.
         verify: whether to verify all files; False directly after :func:`verify_checkpoint`.
         ranks: the processes; None: this one only.
@@ -80,23 +86,50 @@ def load_checkpoint(
     """
     ranks = ranks or Ranks(torch.device("cpu"))
     state = ranks.run_on_rank0(lambda: verify_checkpoint(path) if verify else read_state(path))
+    counters: set[str] = set()
+    if isinstance(model, MatchesCounters):
+        stored = tensor_index(path, prefix=MODEL_PREFIX)
+        counters = model.match_counters(stored.keys())
     tensors, aliases = named_tensors(model)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in counters}
     _require_same_model(path, tensors, aliases, state)
     found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
     of_optimizer: dict[str, Tensor] = {}
     if optimizer is not None:
+        found = _with_training_weights(path, found, average)
         of_optimizer = _empty_optimizer_state(path, model)
         found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
     load_tensors(path, found, one_process=ranks.is_single)
     if optimizer is not None:
         load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
+        if average is not None:
+            average.updates = state.get("average_updates", 0)
     if restore_random:
         _restore_random(path, state, ranks)
     return TrainingProgress(**state["progress"])
 
 
+def _with_training_weights(
+    path: Path, found: dict[str, Tensor], average: WeightAverage | None
+) -> dict[str, Tensor]:
+    """Load into the model the weights of training, and the stored average into ``average``, if there is one.
+
+    ``found`` are the tensors to load by their names in the checkpoint.
+    """
+    stored = [name.removeprefix(TRAINING_PREFIX) for name in tensor_index(path, prefix=TRAINING_PREFIX)]
+    averages = {} if average is None else average.tensors
+    result = dict(found)
+    for name in stored:
+        result[TRAINING_PREFIX + name] = result.pop(MODEL_PREFIX + name)
+        if name in averages:
+            result[MODEL_PREFIX + name] = averages[name]
+    return result
+
+
 def read_model_tensors(path: Path) -> dict[str, Tensor]:
     """Return the unsharded model tensors of the checkpoint at ``path``, on the CPU.
+
+    In a run with ``training.ema`` the weights are their average.
 
     Raises:
         CheckpointError: the state is damaged; the checksums of the tensors are not verified.

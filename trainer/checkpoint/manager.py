@@ -15,6 +15,7 @@ from trainer.checkpoint.folder import TrainingProgress, step_name
 from trainer.checkpoint.writer import Checkpointer, SaveTimes
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, FailedSaveError, LostPeerError, PeerError
+from trainer.optim.ema import WeightAverage, averaged
 from trainer.reporting.display import Display
 from trainer.storage.run_folder import RunFolder
 
@@ -29,6 +30,7 @@ class CheckpointManager:
         folder: of the run.
         checkpointer: writes the checkpoints.
         layout: of the model that is exported.
+        average: of the model's weights; exported in their place.
         display: shows failures after which the run continues.
         notify: notifies the callbacks of an event.
         begun_at: step of the checkpoint that the run resumed from; 0: none.
@@ -42,6 +44,7 @@ class CheckpointManager:
         checkpointer: Checkpointer,
         *,
         layout: Layout,
+        average: WeightAverage | None = None,
         display: Display,
         notify: Callable[..., None],
         begun_at: int,
@@ -50,6 +53,7 @@ class CheckpointManager:
         self._folder = folder
         self._checkpointer = checkpointer
         self._model = layout.model
+        self._average = average
         self._ranks = layout.ranks
         self._display = display
         self._notify = notify
@@ -122,13 +126,14 @@ class CheckpointManager:
         """Export the model for other programs; training waits."""
         self._display.doing("exporting the model")
         try:
-            export_model(
-                self._model,
-                model_spec,
-                self._folder.exports / step_name(step),
-                length=length,
-                ranks=self._ranks,
-            )
+            with averaged(self._average):
+                export_model(
+                    self._model,
+                    model_spec,
+                    self._folder.exports / step_name(step),
+                    length=length,
+                    ranks=self._ranks,
+                )
         except (OSError, PeerError, SafetensorError) as error:
             failed = FailedSaveError(step=step, reason=str(error), kept=self.last_checkpoint, what="export")
             failed.__cause__ = error

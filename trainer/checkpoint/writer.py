@@ -25,6 +25,7 @@ from trainer.checkpoint.folder import (
     OPTIMIZER_PREFIX,
     STATE_FILE,
     TEMPORARY,
+    TRAINING_PREFIX,
     TrainingProgress,
     prune,
     rank_file,
@@ -36,6 +37,7 @@ from trainer.checkpoint.rng import random_state
 from trainer.checkpoint.staging import Staging, own_share
 from trainer.distributed import Ranks
 from trainer.errors import FailedSaveError, LostPeerError, PeerError
+from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizers import optimizer_state
 from trainer.storage.files import digest, fsync_path, read_json, sha256_of, write_atomically, write_json
 
@@ -84,6 +86,7 @@ class Checkpointer:
         spec_digest: stored with the checkpoint to identify the run's spec.
         keep: number of newest checkpoints to keep.
         keep_every: checkpoints at multiples of this number of steps are kept too.
+        average: of the model's weights; stored in their place, beside the weights of training.
         ranks: the processes; None: this one only.
         pin: whether tensors on a GPU are copied to page-locked memory that is reused.
 
@@ -98,6 +101,7 @@ class Checkpointer:
         spec_digest: str,
         keep: int,
         keep_every: int | None = None,
+        average: WeightAverage | None = None,
         ranks: Ranks | None = None,
         pin: bool = True,
     ) -> None:
@@ -107,6 +111,7 @@ class Checkpointer:
         self._spec_digest = spec_digest
         self._keep = keep
         self._keep_every = keep_every
+        self._average = average
         self._ranks = ranks or Ranks(torch.device("cpu"))
         self._group = self._ranks.host_group()
         self._staging = Staging(self._ranks.device, pin=pin)
@@ -142,6 +147,12 @@ class Checkpointer:
             "aliases": aliases,
             "optimizer_values": values,
         }
+        of_training: dict[str, Tensor] = {}
+        if self._average is not None:
+            state["average_updates"] = self._average.updates
+            if self._average.updates:
+                of_training = {name: tensors[name] for name in self._average.tensors}
+                tensors = {**tensors, **self._average.tensors}
         writer = _Writer(
             self._temporary,
             rank=self._ranks.rank,
@@ -152,6 +163,7 @@ class Checkpointer:
         )
         every = {
             **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
+            **{TRAINING_PREFIX + name: tensor for name, tensor in of_training.items()},
             **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
         }
         size = self._size = sum(tensor.numel() * tensor.element_size() for tensor in every.values())

@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
         description="Train a model described by a spec.",
         epilog="Override settings of the spec by path.to.key=value: data.group=A4 training.max_steps=200. "
         "Other programs: python -m trainer.tokenize (text to train on), trainer.report (plots of runs), "
-        "trainer.evaluate (benchmarks, perplexity), trainer.experiments (of the paper), implicit_blocks "
-        "(specs, generation, exports, plugins).",
+        "trainer.evaluate (benchmarks, perplexity), trainer.sweep (a grid of runs), trainer.experiments (of "
+        "the paper), implicit_blocks (specs, generation, exports, plugins).",
     )
     made.add_argument("--spec", metavar="FILE", help="YAML file of the run, or its name in the zoo")
     made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")

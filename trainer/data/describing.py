@@ -52,6 +52,22 @@ def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None)
     return lines
 
 
+def count_sequences(spec: TokensSpec) -> int:
+    """Return the number of training sequences per epoch.
+
+    Raises:
+        ValueError: the path is missing, or the tokens are fewer than one sequence.
+
+    """
+    if spec.path is None:
+        raise ValueError("data.path is not set; give a token file or a directory of them, data.path=PATH")
+    training = open_tokens(spec.path, dtype=spec.dtype)
+    check_tokens(
+        training, length=spec.seq_len, vocab_size=None, documents=spec.documents, tokenizer=spec.tokenizer
+    )
+    return (training.tokens - 1) // spec.seq_len
+
+
 def describe_stream(spec: StreamSpec, *, vocab_size: int | None) -> list[str]:
     """Describe a stream without reading it; see `DataSpec.describe`."""
     from trainer.data.tokenizing.tokenizers import load_tokenizer

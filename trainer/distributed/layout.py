@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.models.backbone import Backbone
+from implicit_blocks.models.stack import Stack
 from implicit_blocks.search.agreement import RankAgreement, fixed_budget
-from implicit_blocks.specs import ModelSpec
+from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
 from trainer.distributed.ranks import Ranks
 from trainer.run.trainable_model import AgreesOnStopping, ShardsLayers
@@ -125,7 +125,7 @@ def lay_out(
     if resolved.kind == "ddp":
         model = model.to(ranks.device)
         for module in model.modules():
-            if isinstance(module, Backbone):
+            if isinstance(module, Stack):
                 module.gradients_by_layer = True
         device_ids = [ranks.device.index] if on_cuda else None
         # No initial broadcast: every rank builds the same weights.
@@ -135,6 +135,7 @@ def lay_out(
             init_sync=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=BUCKET_MEGABYTES,
+            find_unused_parameters=any(map(_leaves_parameters_out, (getattr(model, "spec", None), *phases))),
         )
         return Layout("ddp", ranks, model, wrapped)
     mesh = _mesh(resolved, ranks)
@@ -152,6 +153,17 @@ def lay_out(
     # float32: autocast makes bfloat16 copies once a pass, and norms and an SSM's A, dt and D use float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return Layout(resolved.kind, ranks, model, model, communicates_in_the_loop=by_layer)
+
+
+def _leaves_parameters_out(spec: object) -> bool:
+    """Whether a step may leave parameters without a gradient: those of a gate, or what only the start reads.
+
+    The search, and loops before the differentiated ones, detach the start.
+    """
+    if not isinstance(spec, ImplicitLMSpec):
+        return False
+    start = spec.start.parameter_count(spec.core_width) > 0
+    return spec.exit_gate or start or not spec.injection.injects
 
 
 def _mesh(resolved: ResolvedLayout, ranks: Ranks) -> DeviceMesh:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.evaluation.evaluate import EvaluationResult
-
 if TYPE_CHECKING:
+    from trainer.evaluation.evaluate import EvaluationResult
     from trainer.evaluation.scores import Scores
 
 

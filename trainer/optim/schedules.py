@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from trainer.specs.spans import steps_of
+
 if TYPE_CHECKING:
-    from trainer.specs.training import WarmupConstantSqrtSpec, WarmupLinearSpec
+    from trainer.specs.schedules import (
+        ConstantSpec,
+        CosineSpec,
+        LinearSpec,
+        WarmupConstantSqrtSpec,
+        WarmupLinearSpec,
+        WSDSpec,
+    )
 
 
 class Schedule(ABC):
@@ -20,18 +30,6 @@ class Schedule(ABC):
     @abstractmethod
     def rate(self, step: int, *, peak: float) -> float:
         """Return the learning rate of the update at ``step``, counted from 0, for the given peak rate."""
-
-
-def steps_of(amount: float | int | str, total_steps: int) -> int:
-    """Return ``amount`` in steps: a float up to 1.0 is a fraction of the run, any other number is in steps.
-
-    A fraction is rounded to the nearest step. Amounts in tokens must be converted first
-    (`ScheduleSpec.in_steps`).
-    """
-    assert not isinstance(amount, str)
-    if isinstance(amount, float) and amount <= 1.0:
-        return round(amount * total_steps)
-    return int(amount)
 
 
 def _warm_up(step: int, warmup_steps: int) -> float:
@@ -77,3 +75,104 @@ class WarmupLinear(Schedule):
         falling = self.total_steps - self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, falling))
         return peak + (self.final_rate - peak) * progress
+
+
+class WarmupDecay(Schedule):
+    """Linear warm-up, the peak, then a decay of a given shape to a fraction of the peak.
+
+    The rate is ``peak (final + (1 - final) shape(progress))``, where ``progress`` grows from 0 at step
+    ``decay_from`` to 1 at the step after the last, as in the schedules of torch and transformers. Only the
+    warm-up differs from theirs: it begins at ``peak / warmup_steps``, not at 0.
+
+    Args:
+        warmup_steps: steps of the warm-up.
+        decay_from: first step of the decay.
+        total_steps: steps of the run.
+        shape: from 1 at progress 0 to 0 at progress 1.
+        final_fraction: the rate at progress 1, as a fraction of the peak.
+
+    """
+
+    def __init__(
+        self,
+        *,
+        warmup_steps: int,
+        decay_from: int,
+        total_steps: int,
+        shape: Callable[[float], float],
+        final_fraction: float,
+    ) -> None:
+        self.warmup_steps = warmup_steps
+        self.decay_from = decay_from
+        self.total_steps = total_steps
+        self.shape = shape
+        self.final_fraction = final_fraction
+
+    def rate(self, step: int, *, peak: float) -> float:
+        """Return the learning rate of the update at ``step``."""
+        if step < self.decay_from:
+            return peak * _warm_up(step, self.warmup_steps)
+        progress = min(1.0, (step - self.decay_from) / max(1, self.total_steps - self.decay_from))
+        return peak * (self.final_fraction + (1.0 - self.final_fraction) * self.shape(progress))
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _line(progress: float) -> float:
+    return 1.0 - progress
+
+
+def _one_minus_sqrt(progress: float) -> float:
+    return 1.0 - math.sqrt(progress)
+
+
+def build_cosine(spec: CosineSpec, *, total_steps: int) -> WarmupDecay:
+    """Build the cosine schedule (Loshchilov & Hutter, "SGDR", 2017, without restarts)."""
+    return _decaying(_half_cosine, spec, total_steps)
+
+
+def build_linear(spec: LinearSpec, *, total_steps: int) -> WarmupDecay:
+    """Build the linear schedule."""
+    return _decaying(_line, spec, total_steps)
+
+
+def _decaying(
+    shape: Callable[[float], float], spec: CosineSpec | LinearSpec, total_steps: int
+) -> WarmupDecay:
+    """Return a schedule that decays from the end of the warm-up to the end of the run."""
+    warmup_steps = steps_of(spec.warmup, total_steps)
+    return WarmupDecay(
+        warmup_steps=warmup_steps,
+        decay_from=warmup_steps,
+        total_steps=total_steps,
+        shape=shape,
+        final_fraction=spec.final_fraction,
+    )
+
+
+def build_wsd(spec: WSDSpec, *, total_steps: int) -> WarmupDecay:
+    """Build the schedule of a warm-up, a stable rate and a decay.
+
+    See Hu et al., "MiniCPM", 2024; the shape ``1-sqrt`` is of Hägele et al., "Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations", 2024.
+    """
+    return WarmupDecay(
+        warmup_steps=steps_of(spec.warmup, total_steps),
+        decay_from=total_steps - steps_of(spec.decay, total_steps),
+        total_steps=total_steps,
+        shape=_line if spec.decay_shape == "linear" else _one_minus_sqrt,
+        final_fraction=spec.final_fraction,
+    )
+
+
+def build_constant(spec: ConstantSpec, *, total_steps: int) -> WarmupDecay:
+    """Build the constant schedule, with a warm-up."""
+    return WarmupDecay(
+        warmup_steps=steps_of(spec.warmup, total_steps),
+        decay_from=total_steps,
+        total_steps=total_steps,
+        shape=_line,
+        final_fraction=1.0,
+    )

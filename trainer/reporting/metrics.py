@@ -31,6 +31,11 @@ def rounded(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def grows_to_improve(metric: str) -> bool:
+    """Whether larger values of a column of evaluations are better, as of accuracies, unlike losses."""
+    return metric.startswith("accuracy") or metric == "token_converged"
+
+
 def epoch_row(epochs: Mapping[str, float]) -> dict[str, float]:
     """Return the columns for the passes over the data: ``epoch``, or ``epoch_<name>`` for each source."""
     return {f"epoch_{name}" if name else "epoch": rounded(value) for name, value in epochs.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from implicit_blocks.search.convergence_watch import adjoint_watch, expects_conv
 from trainer.checkpoint.folder import TrainingProgress
 from trainer.distributed import Ranks
 from trainer.errors import FailedRecordError
-from trainer.estimate.flops import training_flops
+from trainer.estimate.flops import StepCost
 from trainer.estimate.peak_flops import peak_flops
 from trainer.reporting.display import Display
 from trainer.reporting.metrics import epoch_row, rounded
@@ -158,48 +158,6 @@ class StepRecorder:
                 self._display.log(f"WARNING: {message}")
 
 
-class _StepFlops(NamedTuple):
-    """FLOPs of a training step per token, linear in the iterations of the search.
-
-    ``useful = fixed + iteration · iterations`` and
-    ``executed = useful + recomputed + waiting · (iterations_executed − iterations)``.
-    """
-
-    fixed: float
-    iteration: float
-    recomputed: float
-    waiting: float
-
-    @classmethod
-    def of(cls, phase: Phase) -> _StepFlops | None:
-        """Read the coefficients from the model spec of a phase; None if a component's cost is unknown."""
-        at = [
-            training_flops(
-                phase.model,
-                length=phase.data.seq_len,
-                iterations=iterations,
-                iterations_executed=executed,
-                checkpoint_activations=phase.training.checkpoint_activations,
-            )
-            for iterations, executed in ((1, 1), (2, 2), (1, 2))
-        ]
-        if at[0] is None or at[1] is None or at[2] is None:
-            return None
-        one, two, waited = at[0], at[1], at[2]
-        iteration = two.useful - one.useful
-        return cls(
-            one.useful - iteration, iteration, one.executed - one.useful, waited.executed - one.executed
-        )
-
-    def useful(self, iterations: float) -> float:
-        """Return the FLOPs of each sequence's own iterations."""
-        return self.fixed + self.iteration * iterations
-
-    def executed(self, iterations: float, iterations_executed: float) -> float:
-        """Return the FLOPs that the devices execute."""
-        return self.useful(iterations) + self.recomputed + self.waiting * (iterations_executed - iterations)
-
-
 class ThroughputMeter:
     """Computes FLOP/s, utilization and memory of the steps of a phase.
 
@@ -220,23 +178,26 @@ class ThroughputMeter:
         self._device = device
         self._given_peak = peak
         self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self._flops: _StepFlops | None = None
+        self._cost: StepCost | None = None
         self._peak: float | None = None
 
     def enter_phase(self, phase: Phase) -> None:
         """Compute the cost of a step and the peak of the device, which are constant in a phase."""
-        self._flops = _StepFlops.of(phase)
+        self._cost = StepCost.of(
+            phase.model,
+            length=phase.data.seq_len,
+            checkpoint_activations=phase.training.checkpoint_activations,
+        )
         self._peak = self._given_peak or peak_flops(self._name, phase.training.precision)
 
     def row(self, result: StepResult, *, tokens: int, seconds: float) -> dict[str, Any]:
         """Return the columns of a step of ``tokens`` tokens, without a device synchronization."""
         per_device = tokens / seconds / self._devices
         utilization: dict[str, Any] = dict.fromkeys(("tflops", "tflops_executed", "mfu", "hfu"))
-        if self._flops is not None:
+        if self._cost is not None:
             iterations = 0.0 if result.search is None else result.search.iterations
-            run = iterations if result.iterations_executed is None else result.iterations_executed
-            useful = self._flops.useful(iterations) * per_device
-            executed = self._flops.executed(iterations, run) * per_device
+            flops = self._cost.flops(iterations, result.iterations_executed)
+            useful, executed = flops.useful * per_device, flops.executed * per_device
             utilization |= {
                 "tflops": rounded(useful / 1e12, 4),
                 "tflops_executed": rounded(executed / 1e12, 4),

@@ -24,6 +24,7 @@ from trainer.checkpoint.writer import Checkpointer
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
 from trainer.evaluation.evaluate import EvaluationResult
+from trainer.optim.ema import WeightAverage
 from trainer.optim.schedules import Schedule
 from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display, make_display
@@ -32,6 +33,7 @@ from trainer.reporting.report import draw, read_run
 from trainer.reporting.summary import NUMBERS, REQUIRED, in_words, summarize
 from trainer.run.evaluating import Evaluator
 from trainer.run.init_from import Origin, find_start
+from trainer.run.length import resolve_epochs
 from trainer.run.loop import Loop
 from trainer.run.parts import Parts, lay_out_model, make_parts
 from trainer.run.phases import ActivePhase
@@ -104,6 +106,8 @@ class Run:
             saves=self.loop.checkpoints.saves,
             stall_seconds=self.loop.checkpoints.stalled_seconds,
         )
+        if self.loop.average is not None:
+            summary["weights"] = self.loop.average.weights
         write_json(self.folder.summary_path, summary)
         for message in damaged[:_SHOWN]:
             self.display.log(f"WARNING: {message}; the summary ignores it")
@@ -154,9 +158,11 @@ def build(
 
     """
     resume = resume or checkpoint is not None
-    training, dumped = spec.training, spec.model_dump(mode="json")
     ranks = Ranks(choose_device(device)) if ranks is None else ranks
-    require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
+    options = {"output": str(output), "resume": resume, "from": checkpoint}
+    require_same_spec(ranks, spec.model_dump(mode="json"), options=options)
+    spec = ranks.run_all(lambda: resolve_epochs(spec))
+    training, dumped = spec.training, spec.model_dump(mode="json")
     folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
     if output is not None:
         ranks.run_on_rank0(lambda: _claim(folder, resume=resume))
@@ -175,6 +181,7 @@ def build(
             seed_everything(training.seed + ranks.rank)
         optimizer = registry.build(training.optimizer, model=model)
         schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
+        average = _average(spec, model)
         display = _display(spec, display, ranks)
 
         progress = _beginning(spec, origin, model=model, optimizer=optimizer, ranks=ranks)
@@ -187,6 +194,7 @@ def build(
                 checkpoint=checkpoint,
                 model=model,
                 optimizer=optimizer,
+                average=average,
                 data=data,
                 changes=changes,
                 manifest=manifest,
@@ -206,6 +214,7 @@ def build(
             layout=layout,
             optimizer=optimizer,
             schedule=schedule,
+            average=average,
             folder=folder,
             display=display,
             progress=progress,
@@ -221,6 +230,7 @@ def _make_loop(
     layout: Layout,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
+    average: WeightAverage | None,
     folder: RunFolder,
     display: Display,
     progress: TrainingProgress,
@@ -247,6 +257,7 @@ def _make_loop(
         spec_digest=digest(spec.model_dump(mode="json")),
         keep=training.keep_checkpoints,
         keep_every=training.keep_every,
+        average=average,
         ranks=ranks,
     )
     return Loop(
@@ -254,12 +265,21 @@ def _make_loop(
         layout=layout,
         optimizer=optimizer,
         schedule=schedule,
+        average=average,
         folder=folder,
         display=display,
         callbacks=callbacks,
         dispatcher=dispatcher,
         active=ActivePhase(spec, model=model, sources=parts.sources, ranks=ranks, display=display),
-        evaluator=Evaluator(spec, layout=layout, sets=parts.evaluation_sets, folder=folder, display=display),
+        evaluator=Evaluator(
+            spec,
+            layout=layout,
+            sets=parts.evaluation_sets,
+            average=average,
+            folder=folder,
+            display=display,
+            notify=dispatcher.notify,
+        ),
         recorder=StepRecorder(
             folder,
             meter=ThroughputMeter(devices=ranks.world_size, device=ranks.device, peak=training.peak_flops),
@@ -271,6 +291,7 @@ def _make_loop(
             folder,
             checkpointer,
             layout=layout,
+            average=average,
             display=display,
             notify=dispatcher.notify,
             begun_at=progress.step,
@@ -279,6 +300,12 @@ def _make_loop(
         backends=BackendRecord(folder if ranks.is_main else None, display),
         progress=progress,
     )
+
+
+def _average(spec: RunSpec, model: nn.Module) -> WeightAverage | None:
+    """Return the average of the weights that the spec asks for; it begins with the first steps."""
+    ema = spec.training.ema
+    return None if ema is None else WeightAverage(model, decay=ema.decay, start=spec.ema_start)
 
 
 def _claim(folder: RunFolder, *, resume: bool) -> None:

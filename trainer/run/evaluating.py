@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainer.data.source import EvaluationSet
 from trainer.distributed import Layout
 from trainer.evaluation.evaluate import EvaluationResult, EvaluationStopped, evaluate, table
+from trainer.optim.ema import WeightAverage, averaged
 from trainer.reporting.display import Display
 from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder
@@ -19,8 +21,10 @@ class Evaluator:
         spec: of the run.
         layout: the model over the ranks.
         sets: to evaluate on, by name.
+        average: of the model's weights; evaluated in their place.
         folder: of the run.
         display: shows the results.
+        notify: notifies the callbacks of an event.
 
     """
 
@@ -30,15 +34,20 @@ class Evaluator:
         *,
         layout: Layout,
         sets: Mapping[str, EvaluationSet],
+        average: WeightAverage | None,
         folder: RunFolder,
         display: Display,
+        notify: Callable[..., None],
     ) -> None:
         self._spec = spec
         self._layout = layout
         self._ranks = layout.ranks
         self._folder = folder
         self._display = display
+        self._average = average
+        self._notify = notify
         self.sets = sets
+        self._last: tuple[int, list[EvaluationResult]] | None = None
 
     def is_missing(self, step: int) -> bool:
         """Whether the folder has no evaluation of ``step``, as after an interrupted evaluation."""
@@ -49,17 +58,31 @@ class Evaluator:
 
         return self._ranks.run_on_rank0(missing)
 
+    def last_results(self, step: int) -> list[EvaluationResult] | None:
+        """Return the results of the last evaluation if it was that after ``step``, else None."""
+        return self._last[1] if self._last is not None and self._last[0] == step else None
+
     def evaluate(
         self, *, step: int, phase: str, interrupted: Callable[[], bool]
     ) -> list[EvaluationResult] | None:
-        """Evaluate the model after ``step``; write and show the results.
+        """Evaluate the model after ``step``; write and show the results and notify the callbacks.
 
-        Returns None if ``interrupted``, which is called before every batch, stopped the evaluation.
+        The model has its averaged weights meanwhile, if the run has an average. Returns None if
+        ``interrupted``, which is called before every batch, stopped the evaluation.
         """
+        with averaged(self._average):
+            results = self._evaluate(step, interrupted)
+            if results is not None:
+                self._report(results, step=step, phase=phase)
+                self._last = step, results
+                self._notify("on_evaluation", step=step, results=results)
+        return results
+
+    def _evaluate(self, step: int, interrupted: Callable[[], bool]) -> list[EvaluationResult] | None:
         evaluation = self._spec.evaluation
         try:
             with self._layout.gathered():
-                results = evaluate(
+                return evaluate(
                     self._layout.model,
                     self.sets.values(),
                     device=self._ranks.device,
@@ -75,12 +98,17 @@ class Evaluator:
         except EvaluationStopped:
             self._display.log(f"the evaluation after step {step} was interrupted by a signal")
             return None
+
+    def _report(self, results: list[EvaluationResult], *, step: int, phase: str) -> None:
+        """Write and show the results."""
+        place: dict[str, Any] = {"step": step, "phase": phase}
+        if self._average is not None:
+            place["weights"] = self._average.weights
         if self._ranks.is_main:
-            place = {"step": step, "phase": phase}
             # One write: a killed process leaves the rows of all sets, or none.
             self._folder.evaluations.write(*({**place, **each.as_row(by_position=False)} for each in results))
         if results:
             has_answers = self._spec.data.task is not None
-            shown = table(results, last_tokens=evaluation.last_tokens, words=has_answers)
-            self._display.log(f"evaluation after step {step}\n{shown}")
-        return results
+            shown = table(results, last_tokens=self._spec.evaluation.last_tokens, words=has_answers)
+            of_average = ", averaged weights" if place.get("weights") == "average" else ""
+            self._display.log(f"evaluation after step {step}{of_average}\n{shown}")

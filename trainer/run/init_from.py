@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from implicit_blocks.checkpoints.find import CONFIG, MODEL, SAFETENSORS
+from implicit_blocks.models.retrofit import core_of, retrofit, retrofit_spec
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
 from trainer.checkpoint.folder import STATE_FILE, newest_sound_checkpoint, read_state, verify_checkpoint
@@ -144,11 +145,14 @@ def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
 
     """
     skipped = ours.changeable | theirs.changeable | _NOT_OF_THE_WEIGHTS
-    if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
-        if ours.z_init != "embedding":
+    retrofitted = _retrofitted(theirs, ours, path=path)
+    if retrofitted is not None:
+        theirs, skipped = retrofitted, skipped | {"z_init", "state_policy"}
+    elif isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
+        if ours.start.kind not in ("embedding", "prelude"):
             raise CheckpointError(
                 f"training.init_from: {path} is of an explicit model; an implicit model that continues from "
-                f"it must start its search at the embedding, got model.z_init={ours.z_init}; set "
+                f"it must start its search at the embedding, got model.z_init={ours.start.kind}; set "
                 "model.z_init=embedding"
             )
         skipped |= {"kind", *(set(ImplicitLMSpec.model_fields) - set(ExplicitLMSpec.model_fields))}
@@ -163,6 +167,22 @@ def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
             f"training.init_from: {path} is of another model ({'; '.join(found)}); "
             "choose weights of this model, or change the spec"
         )
+
+
+def _retrofitted(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> ImplicitLMSpec | None:
+    """Return the retrofit of an explicit model whose layers are divided as ours are; None: ours is none."""
+    core = core_of(ours) if isinstance(ours, ImplicitLMSpec) else None
+    if core is None or not isinstance(theirs, ExplicitLMSpec) or theirs.prelude or theirs.coda:
+        return None
+    try:
+        return retrofit_spec(theirs, *core, gate_init=_gate_init(ours))
+    except ValueError as error:
+        raise CheckpointError(f"training.init_from: {path}: {error}") from None
+
+
+def _gate_init(spec: ModelSpec) -> float | None:
+    gate_init: float | None = getattr(getattr(spec, "injection", None), "gate_init", None)
+    return gate_init
 
 
 def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,7 +214,11 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
         tensors = read_file(origin.path)
     if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
         check_tensors(tensors, empty_state(theirs), what=str(origin.path))
-        _, tensors = as_start(theirs, tensors, weight_norm=ours.weight_norm)
+        core = core_of(ours)
+        if core is None or theirs.prelude or theirs.coda:
+            _, tensors = as_start(theirs, tensors, weight_norm=ours.weight_norm)
+        else:
+            _, tensors = retrofit(theirs, tensors, *core, gate_init=_gate_init(ours))
     try:
         check_tensors(tensors, like, what=str(origin.path))
     except ValueError as error:

@@ -15,6 +15,7 @@ from trainer.data.source import DataSource
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, NonFiniteLossError
 from trainer.evaluation.evaluate import EvaluationResult
+from trainer.optim.ema import WeightAverage
 from trainer.optim.schedules import Schedule
 from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display
@@ -49,6 +50,8 @@ class Loop:
     backends: BackendRecord
     progress: TrainingProgress
     """Where the run starts, and how far it has come."""
+    average: WeightAverage | None = None
+    """The average of the weights, which evaluations and exports use."""
     stopped_by: int | None = field(default=None, init=False)
     """The signal that ended the run, or None."""
 
@@ -94,7 +97,8 @@ class Loop:
                 if self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None:
                     # A run that is resumed at its end has not entered its last phase yet.
                     self._enter_phase(max(0, self.progress.step - 1))
-                    results = self._evaluate()
+                    # A callback may have stopped the run because of an evaluation of this step.
+                    results = self.evaluator.last_results(self.progress.step) or self._evaluate()
                     finished = results is not None
             if finished and self.spec.training.export_every is not None:
                 self._export()
@@ -130,7 +134,7 @@ class Loop:
         )
         skipped = result.not_finite is not None
         if skipped:
-            self._skip(result, phase=phase)
+            self._skip(_not_finite(result, phase=phase, progress=self.progress))
         now = time.perf_counter()
         tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
         self.progress = replace(
@@ -143,6 +147,8 @@ class Loop:
             skipped=self.progress.skipped + skipped,
             skipped_in_a_row=self.progress.skipped_in_a_row + 1 if skipped else 0,
         )
+        if self.average is not None and not skipped:
+            self.average.update(self.progress.step)
         self.recorder.record(
             result,
             progress=self.progress,
@@ -170,18 +176,9 @@ class Loop:
             self.dispatcher.notify("on_phase", step=step, phase=self.active.phase)
         return entered
 
-    def _skip(self, result: StepResult, *, phase: Phase) -> None:
-        """Log that a batch made no update, or raise; all ranks have the same result."""
-        training, quantity, first = self.spec.training, result.not_finite, self.progress.samples
-        assert quantity is not None
-        error = NonFiniteLossError(
-            step=self.progress.step + 1,
-            phase=phase.name,
-            quantity=quantity,
-            value=result.loss if quantity == "loss" else result.gradient_norm,
-            samples=(first, first + phase.training.batch_size),
-            skipped_before=self.progress.skipped_in_a_row,
-        )
+    def _skip(self, error: NonFiniteLossError) -> None:
+        """Log that a batch made no update, or raise; all ranks have the same error."""
+        training = self.spec.training
         if training.non_finite == "stop" or error.skipped_before >= training.max_consecutive_skips:
             raise error
         self.display.log(f"WARNING: {error.what}; the batch is skipped ({self.progress.skipped + 1} so far)")
@@ -222,7 +219,6 @@ class Loop:
         self.backends.update()
         if results is not None:
             self.progress = replace(self.progress, seconds=self._seconds())
-            self._notify("on_evaluation", results=results)
         return results
 
     def _save(self) -> None:
@@ -255,3 +251,17 @@ class Loop:
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint that this loop wrote or started from."""
         return self.checkpoints.last_checkpoint
+
+
+def _not_finite(result: StepResult, *, phase: Phase, progress: TrainingProgress) -> NonFiniteLossError:
+    """Return the error for a step with a NaN or infinite loss or gradient, after ``progress``."""
+    quantity, first = result.not_finite, progress.samples
+    assert quantity is not None
+    return NonFiniteLossError(
+        step=progress.step + 1,
+        phase=phase.name,
+        quantity=quantity,
+        value=result.loss if quantity == "loss" else result.gradient_norm,
+        samples=(first, first + phase.training.batch_size),
+        skipped_before=progress.skipped_in_a_row,
+    )

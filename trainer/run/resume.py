@@ -21,6 +21,7 @@ from trainer.checkpoint.load import (
 )
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, RunFolderError
+from trainer.optim.ema import WeightAverage
 from trainer.reporting.display import Display
 from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder, of_values
@@ -44,6 +45,7 @@ def resume(
     checkpoint: str | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    average: WeightAverage | None,
     data: Mapping[str, Any],
     changes: Sequence[str],
     manifest: Mapping[str, Any],
@@ -61,6 +63,7 @@ def resume(
         checkpoint: name of the checkpoint; None: the newest complete one.
         model: the inner module, without a DDP wrapper; its tensors may be sharded.
         optimizer: of that model.
+        average: of the model's weights, if the spec has one.
         data: identity of the data (`DataSource.identity`); refused if it differs, unless ``changes`` name it.
         changes: differences to the spec in the folder.
         manifest: of this start, recorded in the folder.
@@ -78,7 +81,13 @@ def resume(
     progress = beginning
     if path is not None:
         progress = load_checkpoint(
-            path, model=model, optimizer=optimizer, restore_random=True, verify=False, ranks=ranks
+            path,
+            model=model,
+            optimizer=optimizer,
+            average=average,
+            restore_random=True,
+            verify=False,
+            ranks=ranks,
         )
     total_steps = spec.total_steps
     if progress.step > total_steps:

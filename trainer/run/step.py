@@ -156,7 +156,8 @@ def training_step(
 
     # All measurements are read from the device at once, before the update, which NaN would destroy.
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
-    totals = tally.over(ranks, norm=norm, at_once=size)
+    compacts = bool(getattr(getattr(layout.model, "gradient", None), "searches", True))
+    totals = tally.over(ranks, norm=norm, at_once=size, compacts=compacts)
     if totals.not_finite is None:
         optimizer.step()
     return totals
@@ -192,10 +193,10 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def over(self, ranks: Ranks, *, norm: Tensor, at_once: int) -> StepResult:
+    def over(self, ranks: Ranks, *, norm: Tensor, at_once: int, compacts: bool = True) -> StepResult:
         """Read all sums from the device at once and combine them with those of the other ranks.
 
-        ``at_once`` is the number of sequences of a rank in one search.
+        ``at_once`` is the number of sequences of a rank in one search; ``compacts``: as for ``_executed``.
         """
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
@@ -211,7 +212,9 @@ class _Tally:
             gradient_norm=float(every[0, 1]),  # of all ranks' gradients already
             search=_summed_up(found),
             adjoint=_summed_up(every[:, first_adjoint:]),
-            iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once) if searches else None,
+            iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once, compacts=compacts)
+            if searches
+            else None,
         )
 
 
@@ -229,15 +232,16 @@ def _summed_up(every: Tensor) -> SearchStatistics | None:
     return search_statistics(*every.unflatten(1, (4, -1)).unbind(1)) if every.numel() else None
 
 
-def _executed(iterations: Tensor, at_once: int) -> float:
+def _executed(iterations: Tensor, at_once: int, *, compacts: bool = True) -> float:
     """Return the mean number of calls a sequence was part of, given its iterations (ranks, sequences).
 
-    Converged sequences stay in the batch until half of its sequences have converged (`Search.compact`).
+    Converged sequences stay in the batch until half of its sequences have converged (`Search.compact`), or,
+    unless the gradient estimator searches (``compacts``), until all have taken their loops.
     """
     total = 0
     # A rank's share need not be a multiple of the micro-batch size: the last micro-batch may be smaller.
     for batch in [row.tolist() for part in iterations.split(at_once, dim=1) for row in part]:
-        ordered = sorted(batch)
+        ordered = sorted(batch) if compacts else [max(batch)] * len(batch)
         inside, begun = len(batch), 0
         for done_after in ordered:
             left = len(batch) - bisect_right(ordered, done_after)

@@ -7,6 +7,7 @@ before anything is written if it is missing.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -66,6 +67,14 @@ class Reconfigures(Protocol):
 
     def reconfigure(self, spec: Any) -> None:
         """Apply another phase's model spec and keep the weights."""
+
+
+@runtime_checkable
+class MatchesCounters(Protocol):
+    """Has counters in its state in some phases of a run only."""
+
+    def match_counters(self, names: Collection[str]) -> set[str]:
+        """Have the counters among the tensors of a checkpoint; return the names of those that it lacks."""
 
 
 @runtime_checkable

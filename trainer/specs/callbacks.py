@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs import ComponentSpec
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
@@ -38,6 +38,21 @@ class StopWhenSpec(CallbackSpec):
         if (self.above is None) == (self.below is None):
             raise ValueError("stop_when needs exactly one limit; give either above or below")
         return self
+
+
+class EarlyStoppingSpec(CallbackSpec):
+    """End the run early once a metric of the evaluations has stopped improving."""
+
+    kind: Literal["early_stopping"] = "early_stopping"
+    metric: str = "loss"
+    """Column of evaluations.jsonl, such as loss or accuracy_last. Accuracies improve by growing, all other
+    metrics by falling."""
+    set: str | None = None
+    """Name of the evaluation set; null: the first one."""
+    patience: PositiveInt = 3
+    """Number of consecutive evaluations without an improvement after which the run ends."""
+    min_delta: NonNegativeFloat = 0.0
+    """Smallest difference from the best value so far that counts as an improvement."""
 
 
 class BenchmarksSpec(CallbackSpec):

@@ -22,6 +22,8 @@ class DataSpec(ComponentSpec):
     builds: ClassVar[str | None] = "trainer.data.source:DataSource"
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Fields that a training phase may change. Every position must be readable with any of their values."""
+    finite: ClassVar[bool] = False
+    """Whether the data have epochs, whose size `epoch_sequences` returns."""
 
     seq_len: PositiveInt
     """Tokens per training sequence."""
@@ -39,6 +41,15 @@ class DataSpec(ComponentSpec):
 
         """
         return None
+
+    def epoch_sequences(self) -> int:
+        """Return the number of sequences per epoch of `finite` data, which are read for it.
+
+        Raises:
+            ValueError: the data cannot be read.
+
+        """
+        raise NotImplementedError(f"data of kind {self.kind!r} are declared finite without epoch_sequences")
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """Describe the data for a dry run and check them as far as possible without torch.
@@ -120,6 +131,7 @@ class CatbAbISpec(DataSpec):
     """bAbI's twenty tasks as one stream: stories are shuffled and concatenated."""
 
     changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "tasks"})
+    finite: ClassVar[bool] = True
 
     kind: Literal["catbabi"] = "catbabi"
     path: str | None = None
@@ -140,6 +152,12 @@ class CatbAbISpec(DataSpec):
         """Answers to the questions of bAbI."""
         return "answers in catbAbI"
 
+    def epoch_sequences(self) -> int:
+        """See `DataSpec.epoch_sequences`."""
+        from trainer.data.babi import build  # imports torch
+
+        return build(self).samples
+
     @field_validator("tasks")
     @classmethod
     def _in_order(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -159,6 +177,8 @@ Documents = Literal["ignore", "reset"]
 
 class TokensSpec(DataSpec):
     """Text as memory-mapped token IDs, as written by `python -m trainer.tokenize`."""
+
+    finite: ClassVar[bool] = True
 
     kind: Literal["tokens"] = "tokens"
     path: str | None = None
@@ -185,6 +205,12 @@ class TokensSpec(DataSpec):
         from trainer.data.describing import describe_tokens
 
         return describe_tokens(self, sequences=sequences, vocab_size=vocab_size)
+
+    def epoch_sequences(self) -> int:
+        """See `DataSpec.epoch_sequences`."""
+        from trainer.data.describing import count_sequences
+
+        return count_sequences(self)
 
 
 class MixtureSourceSpec(Spec):

@@ -15,9 +15,8 @@ from pydantic import Field, ValidationError
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ModelSpec, Spec, field_error, merge, merge_errors
 from implicit_blocks.specs.base import validate
-from trainer.optim.schedules import steps_of
 from trainer.specs.data import DataSpec
-from trainer.specs.spans import Until, tokens_of
+from trainer.specs.spans import Until, steps_of, tokens_of
 from trainer.specs.training import TrainingSpec
 
 _Section = TypeVar("_Section", bound=Spec)
@@ -110,6 +109,11 @@ def steps_of_tokens(tokens: int, phases: Sequence[Phase], *, from_the_end: bool 
 
 def _lengths(training: TrainingSpec, steps_with: Callable[[int], int]) -> list[int]:
     """Return the lengths of the run in steps; the shortest applies."""
+    if training.epochs is not None:
+        raise ValueError(
+            f"the number of steps in training.epochs={training.epochs:g} depends on the data, which are read "
+            "when the run starts; show it by python -m trainer --dry-run, or set training.max_steps instead"
+        )
     lengths = [] if training.max_steps is None else [training.max_steps]
     return lengths if training.max_tokens is None else [*lengths, steps_with(training.max_tokens)]
 

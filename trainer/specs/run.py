@@ -12,6 +12,7 @@ from implicit_blocks.specs import BaseRunSpec, ModelSpec, Spec, field_error
 from trainer.specs.callbacks import (
     BenchmarksSpec,
     CallbackSpec,
+    EarlyStoppingSpec,
     ProfileSpec,
     StopWhenSpec,
     TensorBoardSpec,
@@ -27,16 +28,19 @@ from trainer.specs.data import (
     TokensSpec,
     WordProblemSpec,
 )
+from trainer.specs.optimizers import AdamWSpec, MuonSpec, OptimizerSpec, TorchOptimizerSpec
 from trainer.specs.phases import Phase, PhaseSpec, plan, steps_of_tokens
-from trainer.specs.training import (
-    AdamWSpec,
-    OptimizerSpec,
+from trainer.specs.schedules import (
+    ConstantSpec,
+    CosineSpec,
+    LinearSpec,
     ScheduleSpec,
-    Seed,
-    TrainingSpec,
     WarmupConstantSqrtSpec,
     WarmupLinearSpec,
+    WSDSpec,
 )
+from trainer.specs.spans import steps_of, tokens_of
+from trainer.specs.training import EMASpec, Seed, TrainingSpec
 from trainer.specs.transformers_model import TransformersSpec
 
 __all__ = [
@@ -44,10 +48,16 @@ __all__ = [
     "BenchmarksSpec",
     "CallbackSpec",
     "CatbAbISpec",
+    "ConstantSpec",
+    "CosineSpec",
     "DataSpec",
+    "EMASpec",
+    "EarlyStoppingSpec",
     "EvaluationSpec",
+    "LinearSpec",
     "MixtureSourceSpec",
     "MixtureSpec",
+    "MuonSpec",
     "OptimizerSpec",
     "Phase",
     "PhaseSpec",
@@ -58,8 +68,10 @@ __all__ = [
     "StreamSpec",
     "TensorBoardSpec",
     "TokensSpec",
+    "TorchOptimizerSpec",
     "TrainingSpec",
     "TransformersSpec",
+    "WSDSpec",
     "WandbSpec",
     "WarmupConstantSqrtSpec",
     "WarmupLinearSpec",
@@ -147,6 +159,14 @@ class RunSpec(BaseRunSpec):
 
         return self.training.schedule.in_steps(steps)
 
+    @property
+    def ema_start(self) -> int:
+        """Number of steps before the averaging of the weights begins."""
+        start = 0 if self.training.ema is None else self.training.ema.start
+        if isinstance(start, str):
+            return steps_of_tokens(tokens_of(start), self.phase_specs())
+        return steps_of(start, self.total_steps)
+
     def require_shares(self, ranks: int) -> None:
         """Reject a number of processes that does not divide every phase's batch size.
 
@@ -185,13 +205,44 @@ class RunSpec(BaseRunSpec):
         if needed is not None and rows is not None and rows < needed:
             message = f"the data have {needed} token IDs; use {needed} or more, or omit vocab_size"
             raise field_error(message, "model", "vocab_size", value=rows)
-        total_steps = self.total_steps
-        try:
-            self.schedule_spec().check(total_steps)
-        except ValueError as error:
-            raise field_error(str(error), "training", "schedule", value=self.training.schedule) from None
+        if self.training.epochs is None:
+            self._require_fitting_steps()
+        else:
+            self._require_epochs(self.training.epochs)
+        if self.training.evaluate_every is None:
+            for index, callback in enumerate(self.callbacks):
+                if isinstance(callback, EarlyStoppingSpec):
+                    message = "early_stopping needs evaluations during the run; set training.evaluate_every"
+                    raise field_error(message, "callbacks", index, value=callback)
         shortest = min(self.evaluation.at(self.data.seq_len).lengths)
         if shortest < self.evaluation.last_tokens:
             message = f"the shortest evaluation length is {shortest} tokens; use {shortest} or less"
             raise field_error(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)
         return self
+
+    def _require_fitting_steps(self) -> None:
+        """Reject a schedule or an averaging that is longer than the run."""
+        total_steps, training = self.total_steps, self.training
+        try:
+            self.schedule_spec().check(total_steps)
+        except ValueError as error:
+            raise field_error(str(error), "training", "schedule", value=training.schedule) from None
+        if training.ema is not None and self.ema_start >= total_steps:
+            message = f"the run ends at step {total_steps}, before the averaging begins; begin it earlier"
+            raise field_error(message, "training", "ema", "start", value=training.ema.start)
+
+    def _require_epochs(self, epochs: float) -> None:
+        """Reject epochs of data that have none, or that a phase changes."""
+        if not self.data.finite:
+            message = (
+                f"data of kind {self.data.kind!r} are endless or of unknown size and have no epochs, got "
+                f"{epochs:g}; set training.max_steps or training.max_tokens instead"
+            )
+            raise field_error(message, "training", "epochs", value=epochs)
+        for index, phase in enumerate(self.phases):
+            if phase.data:
+                message = (
+                    f"phase {phase.name!r} changes the data, so that training.epochs={epochs:g} is "
+                    "ambiguous; set training.max_steps instead"
+                )
+                raise field_error(message, "phases", index, "data", value=phase.data)

@@ -41,6 +41,18 @@ def tokens_of(span: str) -> int:
     return int(span.removesuffix(" tokens"))
 
 
+def steps_of(amount: float | int | str, total_steps: int) -> int:
+    """Return ``amount`` in steps: a float up to 1.0 is a fraction of the run, any other number is in steps.
+
+    A fraction is rounded to the nearest step. Amounts in tokens must be converted first
+    (`ScheduleSpec.in_steps`).
+    """
+    assert not isinstance(amount, str)
+    if isinstance(amount, float) and amount <= 1.0:
+        return round(amount * total_steps)
+    return int(amount)
+
+
 Span = Annotated[int | float | str, PlainValidator(_span_or_tokens, json_schema_input_type=int | float | str)]
 """An integer counts steps, a float from 0.0 to 1.0 is a share of the run (1 is one step, 1.0 the whole run),
 and text such as ``2e9 tokens`` counts tokens, rounded up to whole steps."""

@@ -2,116 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs import ComponentSpec, Spec, field_error
-from trainer.optim.schedules import steps_of
+from implicit_blocks.specs import Spec, field_error
 from trainer.specs.distributed import DistributedSpec
 from trainer.specs.init_from import InitFrom
-from trainer.specs.spans import Span, tokens_of
+from trainer.specs.optimizers import Beta, OptimizerSpec
+from trainer.specs.schedules import ScheduleSpec, WarmupConstantSqrtSpec
+from trainer.specs.spans import Span
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 CheckpointActivations = Literal["none", "steps", "layers"]
 
 
-class OptimizerSpec(ComponentSpec):
-    """Base class of all optimizer specs."""
+class EMASpec(Spec):
+    """An exponential moving average of the weights: `average ← decay · average + (1 − decay) · weights`.
 
-    family: ClassVar[str] = "optimizer"
-    builds: ClassVar[str | None] = "torch.optim:Optimizer"
-
-    learning_rate: PositiveFloat
-    """Peak learning rate."""
-
-
-class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov & Hutter, 2019).
-
-    Weight decay applies to matrices, not to norms, biases, gains, or the A, dt and D of an SSM.
+    The averaged weights are those of the model everywhere outside training: evaluations, exports, and loading
+    a checkpoint use them.
     """
 
-    kind: Literal["adamw"] = "adamw"
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay rates of the two moments."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Weight decay coefficient, multiplied by the learning rate."""
-    eps: PositiveFloat = 1e-8
-    """Added to the denominator for numerical stability."""
-
-
-class ScheduleSpec(ComponentSpec):
-    """Base class of all schedule specs: the learning rate as a function of the step."""
-
-    family: ClassVar[str] = "schedule"
-    builds: ClassVar[str | None] = "trainer.optim.schedules:Schedule"
-    from_the_end: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are spans at the end of the run; all others are spans at its start. The distinction matters
-    for spans in tokens when the batch changes: builders receive steps or shares."""
-
-    def in_steps(self, steps: Callable[..., int]) -> Self:
-        """Return a copy with spans in tokens converted to steps by ``steps(tokens, from_the_end=…)``."""
-        spans = {name: getattr(self, name) for name in type(self).model_fields}
-        counted = {
-            name: steps(tokens_of(span), from_the_end=name in self.from_the_end)
-            for name, span in spans.items()
-            if isinstance(span, str) and span.endswith(" tokens")
-        }
-        return self.model_copy(update=counted)
-
-    def check(self, total_steps: int) -> None:
-        """Reject a run that is too short.
-
-        Raises:
-            ValueError: explains which span does not fit.
-
-        """
-        return None
-
-
-class WarmupConstantSqrtSpec(ScheduleSpec):
-    """Linear warmup, constant rate, then a ``1 - sqrt`` decay."""
-
-    from_the_end: ClassVar[frozenset[str]] = frozenset({"decay"})
-
-    kind: Literal["warmup_constant_sqrt"] = "warmup_constant_sqrt"
-    warmup: Span = 0.01
-    """Length of the warmup: steps, a share of the run, or tokens."""
-    decay: Span = 0.2
-    """Length of the decay at the end of the run: steps, a share of the run, or tokens."""
-    final_learning_rate: NonNegativeFloat = 1e-5
-    """Learning rate of the last step."""
-
-    def check(self, total_steps: int) -> None:
-        """Reject a warmup and a decay that do not fit into the run."""
-        warmup, decay = steps_of(self.warmup, total_steps), steps_of(self.decay, total_steps)
-        if warmup + decay > total_steps:
-            raise ValueError(
-                f"a warmup of {warmup} steps and a decay of {decay} don't fit into {total_steps} steps; "
-                "shorten them, or use shares of the run such as 0.1"
-            )
-
-
-class WarmupLinearSpec(ScheduleSpec):
-    """Linear warmup, then linear decay."""
-
-    kind: Literal["warmup_linear"] = "warmup_linear"
-    warmup: Span = 0.1
-    """Length of the warmup: steps, a share of the run, or tokens."""
-    final_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate one step after the last, so that no step has a learning rate of 0."""
-
-    def check(self, total_steps: int) -> None:
-        """Reject a warmup that does not fit into the run."""
-        warmup = steps_of(self.warmup, total_steps)
-        if warmup > total_steps:
-            raise ValueError(
-                f"a warmup of {warmup} steps doesn't fit into {total_steps} steps; shorten it, or use a "
-                "share of the run such as 0.1"
-            )
+    decay: Beta = 0.999
+    """Share of the old average that each step keeps."""
+    start: Span = 0
+    """Begin of the averaging: steps, a share of the run, or tokens. Until then the model has the weights of
+    training."""
 
 
 class TrainingSpec(Spec):
@@ -121,6 +38,9 @@ class TrainingSpec(Spec):
     """Length of the run in steps."""
     max_tokens: PositiveInt | None = None
     """Length of the run in tokens, rounded up to whole steps. If both are set, the shorter one applies."""
+    epochs: PositiveFloat | None = None
+    """Length of the run in passes over the data, rounded up to whole steps, instead of `max_steps` and
+    `max_tokens`; for data of a finite size."""
     init_from: InitFrom | None = None
     """Source of the initial weights: a run (its newest checkpoint), a checkpoint, a pretrained folder of
     transformers, a safetensors file, or a mapping with that as `path`. Null: random initialization."""
@@ -151,6 +71,8 @@ class TrainingSpec(Spec):
     """The optimizer."""
     schedule: ScheduleSpec = WarmupConstantSqrtSpec()
     """Learning rate as a function of the step."""
+    ema: EMASpec | None = None
+    """Moving average of the weights; null: none."""
     loader_threads: NonNegativeInt = 1
     """Threads that prepare the next batches during a step; 0: none. The batches do not depend on it."""
     log_every: PositiveInt = 10
@@ -183,8 +105,15 @@ class TrainingSpec(Spec):
 
     @model_validator(mode="after")
     def _some_length(self) -> Self:
-        if self.max_steps is None and self.max_tokens is None:
-            raise ValueError("the length of the run is missing; give max_steps or max_tokens")
+        lengths = {name: getattr(self, name) for name in ("max_steps", "max_tokens")}
+        given = [name for name, value in lengths.items() if value is not None]
+        if self.epochs is None and not given:
+            raise ValueError("the length of the run is missing; give max_steps or max_tokens, or epochs")
+        if self.epochs is not None and given:
+            others = " and ".join(f"{name}={lengths[name]}" for name in given)
+            unset = " ".join(f"training.{name}=null" for name in given)
+            message = f"the length of the run is given twice, also by {others}; omit epochs, or set {unset}"
+            raise field_error(message, "epochs", value=self.epochs)
         return self
 
     @model_validator(mode="after")

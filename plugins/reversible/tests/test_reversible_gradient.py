@@ -227,6 +227,7 @@ def test_memory_does_not_grow_with_the_steps():
     assert ours[32] < remembered[32] < unrolled[32]
 
 
+@pytest.mark.filterwarnings("ignore::implicit_blocks.ConvergenceWarning")
 def test_an_error_above_the_bound_is_raised_and_reported():
     weight = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
     noise = torch.Generator().manual_seed(0)

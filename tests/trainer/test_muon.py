@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
-from implicit_blocks_muon import MuonSpec
-from implicit_blocks_muon.optimizer import MuonAndAdamW, matrices_of
 from torch import nn
 
 import implicit_blocks as ib
+from implicit_blocks.specs import SpecError
+from trainer.cli.train import main
+from trainer.optim.muon import MuonAndAdamW, matrices_of
+from trainer.specs.run import MuonSpec
 
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8),
@@ -175,5 +178,17 @@ def test_sharded_matrices_are_refused():
         ({"shape_scaling": "spectral"}, "shape_scaling", "'match_rms_adamw' or 'original'"),
     ],
 )
-def test_an_invalid_field_is_refused_with_its_name(check_refused, fields, place, message):
-    check_refused(MuonSpec, {"learning_rate": 1e-3, **fields}, place, message)
+def test_an_invalid_field_is_refused_with_its_name(fields, place, message):
+    with pytest.raises(SpecError) as caught:
+        MuonSpec.model_validate({"learning_rate": 1e-3, **fields})
+    (error,) = caught.value.errors()
+    assert error["loc"] == (place,)
+    assert message in error["msg"]
+
+
+@pytest.mark.slow
+def test_training_the_zoo_spec_learns_s3(tmp_path):
+    assert main(["--spec", "word_problem_s3_muon", "--output", str(tmp_path / "run")]) == 0
+    sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
+    accuracies = {part["set"]: part["accuracy_last"] for part in sets}
+    assert accuracies["p0.5_L32"] >= 0.99

@@ -4,18 +4,29 @@ Muon (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks
 of a matrix by an approximation of the nearest orthogonal matrix, computed by a Newton–Schulz iteration: all
 singular directions get equal updates. The update is that of ``torch.optim.Muon``; its scaling by shape is
 that of J. Liu et al., "Muon is Scalable for LLM Training", 2025.
+
+Under weight norm (``g v / ‖v‖`` row by row) Muon moves the direction ``v`` and AdamW the gain ``g``. The
+gradient of ``v`` is orthogonal to ``v``, so that without weight decay ``‖v‖`` only grows and the rotation of
+the rows slows down.
+
+Do not use it to fine-tune a model that was trained with AdamW (Liu et al. found no gain), or for small or
+thin matrices, where AdamW is as good and cheaper. Sharded matrices cannot be orthogonalized alone and are
+refused. A fused projection, such as queries, keys and values, is orthogonalized as one matrix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from implicit_blocks_muon.spec import MuonSpec
+from trainer.optim.optimizers import decay_groups, uses_fused_kernel
+
+if TYPE_CHECKING:
+    from trainer.specs.optimizers import MuonSpec
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -78,12 +89,6 @@ def build_muon(spec: MuonSpec, *, model: nn.Module) -> MuonAndAdamW:
     if not matrices:
         raise ValueError(f"{type(model).__name__} has no linear layers for Muon; choose optimizer adamw")
     taken = {id(parameter) for parameter in matrices.values()}
-    decayed, undecayed = model.decay_groups()  # type: ignore[operator]  # the contract of language models
-    groups = [
-        {"params": [p for p in parameters if id(p) not in taken], "weight_decay": decay}
-        for parameters, decay in ((decayed, spec.weight_decay), (undecayed, 0.0))
-    ]
-    on_cuda = all(parameter.is_cuda for parameter in model.parameters())
     muon = torch.optim.Muon(
         matrices.values(),
         lr=spec.learning_rate,
@@ -94,11 +99,11 @@ def build_muon(spec: MuonSpec, *, model: nn.Module) -> MuonAndAdamW:
         adjust_lr_fn=spec.shape_scaling,
     )
     adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        decay_groups(model, spec.weight_decay, leave_out=taken),
         lr=spec.learning_rate,
         betas=spec.betas,
         eps=spec.eps,
-        fused=True if on_cuda else None,
+        fused=True if uses_fused_kernel(model) else None,
     )
     return MuonAndAdamW(muon, adamw)
 

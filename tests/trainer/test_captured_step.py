@@ -1,0 +1,158 @@
+"""Training steps that are captured on a GPU: on the CPU they equal those of the training loop."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from implicit_blocks.specs.base import validate
+from trainer.data.token_files import write_tokens
+from trainer.experiments.equal_compute.recipes import Recipe, spec_of
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.run.captured_step import refuse_unsupported, why_not_captured
+from trainer.run.side_by_side import Planned, Trained, begin, train_side_by_side
+from trainer.specs.run import RunSpec
+from trainer.storage.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+SMALL = {
+    "family": "llama", "width": 32, "learning_rate": 1e-2, "weight_decay": 1.5, "petaflops": 2e-7,
+    "batch_size": 2, "length": 16, "vocab_size": 64, "precision": "float32",
+}  # fmt: skip
+EXPLICIT = Recipe(**SMALL, layers=(0, 2, 0))
+LOOPED = Recipe(**SMALL, layers=(1, 1, 1), loops=3)
+LATE = Recipe(**SMALL, layers=(1, 1, 1), loops=3, gradient_loops=2, loops_from=0.5)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    """Return a file of 20 samples, so that the runs see several epochs."""
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, np.random.default_rng(0).integers(0, 64, 321), vocab_size=64)
+    return path
+
+
+def trained(recipe: Recipe, tokens: Path, *, at_once: int = 4, average: float | None = None) -> Trained:
+    spec = spec_of(recipe, tokens)
+    one = begin(Planned(recipe.name, spec, 1.0, average), CPU, at_once=at_once)
+    while not one.finished:
+        assert one.ready()
+        one.advance()
+    return one
+
+
+def losses_of_the_loop(recipe: Recipe, tokens: Path, folder: Path) -> list[float]:
+    build(spec_of(recipe, tokens), output=folder, device="cpu").train()
+    return [row["loss"] for row in read_metrics(RunFolder(folder).metrics.path)]
+
+
+@pytest.mark.parametrize("recipe", [EXPLICIT, LOOPED, LATE], ids=lambda recipe: recipe.shape)
+def test_losses_equal_those_of_the_training_loop(recipe, tokens, tmp_path):
+    expected = losses_of_the_loop(recipe, tokens, tmp_path / "run")
+    one = trained(recipe, tokens)
+    assert len(expected) > 6
+    torch.testing.assert_close(one.step.losses(), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def test_runs_side_by_side_equal_runs_alone(tokens):
+    recipes = [EXPLICIT, LOOPED, replace(LOOPED, seed=1)]
+    found: dict[str, list[float]] = {}
+    missing = train_side_by_side(
+        [Planned(one.name, spec_of(one, tokens), 1.0) for one in recipes],
+        device=CPU,
+        on_end=lambda one: found.update({one.planned.name: one.step.losses().tolist()}),
+        side_by_side=2,
+        at_once=3,
+    )
+    assert missing == []
+    assert found == {one.name: trained(one, tokens).step.losses().tolist() for one in recipes}
+
+
+def test_a_step_that_is_not_finite_changes_no_weight(tokens):
+    one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0), CPU)
+    with torch.no_grad():
+        next(one.model.parameters()).fill_(math.inf)
+    before = {name: value.clone() for name, value in one.model.state_dict().items()}
+    one.advance()
+    torch.testing.assert_close(one.model.state_dict(), before, equal_nan=True)
+
+
+def test_a_run_whose_loss_is_not_finite_ends_early(tokens):
+    one = begin(Planned("run", spec_of(replace(EXPLICIT, petaflops=4e-7), tokens), 1.0), CPU, at_once=2)
+    with torch.no_grad():
+        next(one.model.parameters()).fill_(math.inf)
+    while not one.finished:
+        one.advance()
+        one.ready()
+    assert one.ended is not None
+    assert one.step.done < one.total
+
+
+def test_runs_that_do_not_end_in_time_are_named(tokens):
+    names = [EXPLICIT.name, LOOPED.name]
+    queue = [Planned(one.name, spec_of(one, tokens), 1.0) for one in (EXPLICIT, LOOPED)]
+    ended: list[Trained] = []
+    assert train_side_by_side(queue, device=CPU, on_end=ended.append, seconds=0.0) == names
+    assert ended == []
+
+
+def test_averaged_weights_are_those_of_a_moving_average(tokens):
+    one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0, average=0.5), CPU, at_once=1)
+    weight = one.model.embedding.weight
+    expected = weight.detach().clone()
+    for _ in range(3):
+        one.advance()
+        expected.lerp_(weight.detach(), 0.5)
+    last = weight.detach().clone()
+    with one.step.averaged():
+        torch.testing.assert_close(weight.detach(), expected)
+    torch.testing.assert_close(weight.detach(), last, rtol=0, atol=0)
+
+
+def test_without_an_average_there_are_no_averaged_weights(tokens):
+    one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0), CPU)
+    with pytest.raises(ValueError, match="average"), one.step.averaged():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "named"),
+    [
+        ("training", {"micro_batch_size": 1}, "micro_batch_size"),
+        ("data", {"documents": "reset"}, "documents"),
+        (
+            None,
+            {"phases": [{"name": "a", "until": 0.5, "training": {"batch_size": 1}}, {"name": "b"}]},
+            "phases",
+        ),
+    ],
+)
+def test_runs_with_unequal_steps_are_refused(tokens, section, change, named):
+    tree = spec_of(EXPLICIT, tokens).model_dump(mode="json")
+    tree = {**tree, **change} if section is None else {**tree, section: {**tree[section], **change}}
+    with pytest.raises(ValueError, match=named):
+        refuse_unsupported(validate(RunSpec, tree))
+
+
+def test_the_reason_against_a_capture_names_what_is_in_the_way(tokens):
+    spec, cuda = spec_of(LOOPED, tokens), torch.device("cuda")
+    model = spec.model
+    free = validate(type(model), {**model.model_dump(), "depth": {"kind": "until_converged"}})
+    searching = validate(type(model), {**model.model_dump(), "gradient": {"kind": "phantom"}})
+    dropped = model.model_copy(update={"dropout": 0.1})
+    assert why_not_captured(spec, model, cuda) is None
+    assert "cpu" in str(why_not_captured(spec, model, CPU))
+    assert "until_converged" in str(why_not_captured(spec, free, cuda))
+    assert "phantom" in str(why_not_captured(spec, searching, cuda))
+    assert "dropout" in str(why_not_captured(spec, dropped, cuda))
+
+
+def test_gradient_norms_are_those_before_clipping(tokens):
+    one = trained(EXPLICIT, tokens)
+    norms = one.step.gradient_norms()
+    assert norms.shape == (one.total,)
+    assert bool((norms > 0).all())

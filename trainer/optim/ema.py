@@ -1,0 +1,102 @@
+"""The exponential moving average of a model's weights during training.
+
+The average has the arithmetic of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn``, which
+is called here. The class itself copies the module, which sharded models do not support, and keeps a second
+set of buffers; here the average is one more tensor per parameter, laid out like the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class WeightAverage:
+    """Exponential moving average of the parameters of a model; buffers are not averaged.
+
+    Every rank has one and calls it at the same steps. Under DDP each rank has the same average, under FSDP
+    that of its shard. Parameters are averaged as they are stored: of a weight under weight norm, gain and
+    direction.
+
+    Args:
+        model: the inner module, without a DDP wrapper; its parameters may be sharded.
+        decay: share of the old average that an update keeps.
+        start: steps before the averaging begins. The first update copies the weights.
+
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float, start: int = 0) -> None:
+        self._model = model
+        self._start = start
+        self._average = get_ema_multi_avg_fn(decay)
+        self.tensors: dict[str, Tensor] = {
+            name: parameter.detach().clone() for name, parameter in self._parameters().items()
+        }
+        """The average by name of the parameter; meaningless before the first update."""
+        self.updates = 0
+        """Number of updates so far; with 0 there is no average."""
+
+    @property
+    def weights(self) -> str:
+        """What the model has in :meth:`applied`: ``average``, or before the first update ``training``."""
+        return "average" if self.updates else "training"
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take the weights after ``step`` updates of the run into the average."""
+        if step <= self._start:
+            return
+        parameters = self._parameters()
+        averages = [_own(self.tensors[name]) for name in parameters]
+        weights = [_own(parameter) for parameter in parameters.values()]
+        if self.updates == 0:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(weight)
+        else:
+            self._average(averages, weights, self.updates)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the model has the averaged weights; before the first update, its own."""
+        if self.updates == 0:
+            yield
+            return
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        # In place, one parameter at a time: captured graphs and shards keep their addresses, and the memory
+        # of one parameter is enough.
+        for name, parameter in self._parameters().items():
+            weight, average = _own(parameter), _own(self.tensors[name])
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name; those of FSDP as shards, without stale gathered copies."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return dict(self._model.named_parameters())
+
+
+def averaged(average: WeightAverage | None) -> AbstractContextManager[None]:
+    """Return the context in which the model has its averaged weights, if there is an average."""
+    return nullcontext() if average is None else average.applied()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return the local part of a tensor, sharing its storage."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
