@@ -1,0 +1,283 @@
+"""The HTTP application: access, endpoints, streams, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.sse import format_sse_event
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from implicit_blocks.serving.bodies import ChatBody, CompletionBody, read
+from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.formats import Format
+from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.options import ServerOptions, is_loopback
+from implicit_blocks.serving.page import add_page
+from implicit_blocks.serving.served import ServedModel
+from implicit_blocks.serving.texts import Piece, Text, Texts
+
+_LOG = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+"""The status of a request whose client left before the answer, as in nginx's logs."""
+
+
+def create_app(served: ServedModel, options: ServerOptions, metrics: Metrics) -> FastAPI:
+    """Return the application; the model's engine runs while the application does."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        served.engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(served.engine.close)
+
+    app = FastAPI(title="implicit_blocks", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.served = served
+    app.add_middleware(_Counted, metrics=metrics)
+    local = Depends(_host_check(options))
+    allowed = [local, Depends(_key_check(options))]
+
+    @app.get("/health", dependencies=[local])
+    async def health() -> JSONResponse:
+        if (trouble := served.engine.trouble) is not None:
+            raise ApiError(503, trouble, code="unavailable", retry_after=5)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", dependencies=allowed)
+    async def prometheus() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models", dependencies=allowed)
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [served.card()]})
+
+    @app.get("/v1/models/{name:path}", dependencies=allowed)
+    async def model(name: str) -> JSONResponse:
+        if name != served.name:
+            raise ApiError(404, f"the model is not served here; known: {served.name}", code="model_not_found")
+        return JSONResponse(served.card())
+
+    @app.post("/v1/completions", dependencies=allowed)
+    async def completions(request: Request) -> Response:
+        body = read(CompletionBody, await _body(request, options.max_body_bytes))
+        texts, format = served.completion(body)
+        return await _answer(request, body.stream, body.includes_usage, texts, format)
+
+    @app.post("/v1/chat/completions", dependencies=allowed)
+    async def chat(request: Request) -> Response:
+        body = read(ChatBody, await _body(request, options.max_body_bytes))
+        texts, format = served.chat(body)
+        return await _answer(request, body.stream, body.includes_usage, texts, format)
+
+    add_page(app, local)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+    return app
+
+
+# ------------------------------------------------------------------------------------ access
+
+
+def _key_check(options: ServerOptions) -> Callable[[Request], Awaitable[None]]:
+    expected = None if options.api_key is None else _digest(options.api_key.strip().encode())
+
+    async def check(request: Request) -> None:
+        if expected is None:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
+        if kind.lower() != "bearer" or not hmac.compare_digest(given, expected):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+            )
+
+    return check
+
+
+def _digest(key: bytes) -> bytes:
+    """Return a digest of a key, so that a comparison shows neither its content nor its length."""
+    return hashlib.sha256(key).digest()
+
+
+def _host_check(options: ServerOptions) -> Callable[[Request], Awaitable[None]]:
+    """Refuse requests to a local server under another name, by which a web page could reach it."""
+
+    async def check(request: Request) -> None:
+        if not is_loopback(options.host) or options.api_key is not None:
+            return
+        name = re.sub(r":\d*$", "", request.headers.get("host", ""))
+        if not is_loopback(name):
+            raise ApiError(
+                403, "this server answers at 127.0.0.1 and localhost only; use such an address, or an API key"
+            )
+
+    return check
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # web pages of other sites can send other types without asking
+        raise ApiError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise ApiError(
+                413,
+                f"the body is larger than {limit} bytes; send fewer prompts per request",
+                code="body_too_large",
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+# ------------------------------------------------------------------------------------ answers
+
+
+async def _answer(
+    request: Request, stream: bool | None, usage: bool, texts: Texts, format: Format
+) -> Response:
+    texts.submit()
+    if stream:
+        return _Stream(_events(texts, format, usage=usage), texts)
+    work = asyncio.ensure_future(_collect(texts))
+    left = asyncio.ensure_future(_client_left(request))
+    try:
+        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=CLIENT_LEFT)
+        return _json(format.whole(texts, work.result()))
+    finally:
+        for task in (work, left):
+            task.cancel()
+        texts.close()
+
+
+async def _collect(texts: Texts) -> list[list[Piece]]:
+    pieces: list[list[Piece]] = [[] for _ in texts.texts]
+    async for found in texts.pieces():
+        for text, piece in found:
+            pieces[text.job.index].append(piece)
+    return pieces
+
+
+async def _client_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Stream(StreamingResponse):
+    """A stream that ends its texts when the client leaves, also before its first event."""
+
+    def __init__(self, content: AsyncIterator[bytes], texts: Texts) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._texts = texts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._texts.close()
+
+
+async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator[bytes]:
+    opened: set[int] = set()
+
+    def chunks(text: Text, piece: Piece) -> list[dict[str, Any] | None]:
+        first = format.opening(text) if text.job.index not in opened else None
+        opened.add(text.job.index)
+        return [first, format.chunk(text, piece)]
+
+    try:
+        async for found in texts.pieces():
+            made = [chunk for pair in found for chunk in chunks(*pair) if chunk is not None]
+            if made:
+                yield b"".join(_event(chunk) for chunk in made)
+        if usage:
+            yield _event(format.closing(texts))
+    except ApiError as error:
+        yield _event(error.body())
+    except Exception:
+        _LOG.exception("a stream failed")
+        yield _event(_UNEXPECTED.body())
+    yield format_sse_event(data_str="[DONE]")
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return format_sse_event(data_str=_dumped(chunk))
+
+
+def _dumped(value: dict[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(_dumped(value), media_type="application/json")
+
+
+# ------------------------------------------------------------------------------------ errors
+
+_UNEXPECTED = ApiError(500, "the server failed unexpectedly; its log has the cause", code="internal_error")
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: "there is nothing at this path; the API is below /v1",
+        405: "this path does not have this method",
+    }
+    known = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    return JSONResponse(known.body(), status_code=known.status, headers=error.headers)
+
+
+async def _bug(_: Request, error: Exception) -> Response:
+    return JSONResponse(_UNEXPECTED.body(), status_code=500)
+
+
+class _Counted:
+    """Counts requests by path and status; unknown paths together."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 500
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, observed)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")
+            self.metrics.requests.labels(path, status).inc()
+            self.metrics.request_seconds.labels(path).observe(time.monotonic() - began)

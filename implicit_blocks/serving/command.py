@@ -1,0 +1,148 @@
+"""The commands ``serve`` and ``inspect``. Torch and the packages of the extra are imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks.serving.options import KEY_VARIABLE, ServerOptions
+
+_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def add_serve_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``serve``."""
+    defaults = ServerOptions()
+    command.add_argument(
+        "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
+    )
+    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="tokenizer.json, a directory with one, or bytes (default: that of the source or the run's data)",
+    )
+    command.add_argument("--name", help="name of the model in requests (default: that of the source)")
+    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
+    command.add_argument(
+        "--host",
+        default=defaults.host,
+        help=f"address to listen at; others than 127.0.0.1 require {KEY_VARIABLE} (default: %(default)s)",
+    )
+    command.add_argument(
+        "--port", type=int, default=defaults.port, help="port; 0 for any free one (default: %(default)s)"
+    )
+    command.add_argument("--no-auth", action="store_true", help="serve every address without an API key")
+    for name, kind, text in (
+        ("max_batch_size", int, "texts decoded simultaneously"),
+        ("max_seq_len", int, "maximum number of tokens of a text, prompt included"),
+        ("max_queue", int, "texts that wait; more are refused with status 429"),
+        ("max_choices", int, "maximum number of texts of one request"),
+        ("max_body_bytes", int, "maximum size of a request's body"),
+        ("max_iterations", int, "largest max_iterations of a request"),
+        ("timeout", float, "seconds after which a request is ended"),
+        ("stall_seconds", float, "seconds without progress after which the decoder counts as stuck"),
+        ("shutdown_seconds", float, "seconds that running requests have when the server stops"),
+    ):
+        command.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=getattr(defaults, name),
+            metavar="N" if kind is int else "S",
+            help=f"{text} (default: %(default)s)",
+        )
+    command.add_argument(
+        "--one-rule",
+        dest="limits_per_request",
+        action="store_false",
+        help="refuse tolerance and max_iterations in requests, which is faster on a GPU",
+    )
+    command.set_defaults(command=serve)
+
+
+def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``inspect``."""
+    command.add_argument(
+        "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
+    )
+    command.add_argument("text", help="text; without a tokenizer, token ids: '0 3 2'")
+    command.add_argument("--output", type=Path, required=True, help="HTML file to write")
+    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="tokenizer.json, a directory with one, or bytes (default: that of the source or the run's data)",
+    )
+    command.add_argument(
+        "--max-new-tokens", type=int, default=0, metavar="N", help="continue the text (default: 0)"
+    )
+    command.add_argument("--tolerance", type=float, metavar="X", help="tolerance (default: the spec's)")
+    command.add_argument("--max-iterations", type=int, metavar="N", help="iterations (default: the spec's)")
+    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
+    command.set_defaults(command=write_inspection)
+
+
+def write_inspection(arguments: argparse.Namespace) -> None:
+    """Write the report of a text as an HTML file.
+
+    Raises:
+        ValueError: as for ``inspect``; a negative number of tokens.
+
+    """
+    from implicit_blocks.serving.inspection import inspect
+
+    if arguments.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens is {arguments.max_new_tokens}; choose 0 or more")
+    names = ("max_new_tokens", "tolerance", "max_iterations", "tokenizer", "spec", "device")
+    try:
+        report = inspect(arguments.source, arguments.text, **{n: getattr(arguments, n) for n in names})
+    except ImportError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError(str(error)) from None
+    report.save(arguments.output)
+    print(f"wrote {arguments.output}")
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Serve a model until a signal; the API key is read from the environment.
+
+    Raises:
+        ValueError: missing packages, options or sources that cannot be used, a port in use.
+
+    """
+    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"serve needs {', '.join(missing)}, which are not installed; {install_extra('serve')}"
+        )
+    names = {field.name for field in fields(ServerOptions)} - {"api_key"}
+    given = {name: getattr(arguments, name) for name in names}
+    options = ServerOptions(**given, api_key=os.environ.get(KEY_VARIABLE))
+
+    from implicit_blocks.serving.server import address_of, listen, load, make_server
+
+    listening = listen(options)  # before the model is loaded, which may take minutes
+    with listening:
+        try:
+            app = load(
+                arguments.source,
+                options,
+                name=arguments.name,
+                spec=arguments.spec,
+                tokenizer=arguments.tokenizer,
+                device=arguments.device,
+            )
+        except ImportError as error:
+            if error.name != "transformers":
+                raise
+            raise ValueError(str(error)) from None
+        print(f"serving {arguments.source} at {address_of(listening)} (Ctrl-C stops)", file=sys.stderr)
+        with contextlib.suppress(KeyboardInterrupt):  # raised again after the graceful end
+            make_server(app, options).run(sockets=[listening])

@@ -1,0 +1,151 @@
+"""The engine of a server: texts of all requests share the slots of one ``ContinuousDecoder``.
+
+The event loop submits and cancels texts; a thread decodes (``worker``) and sends their events back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from implicit_blocks.decoding import ContinuousDecoder
+from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.jobs import Event, Job
+from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.worker import Cancel, Submit, Worker
+
+_USUAL_SECONDS = 1.0
+"""The assumed duration of a text before the first one has ended."""
+
+
+class Engine:
+    """Runs texts on a model until it is closed.
+
+    Args:
+        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode.
+        options: slots, limits, and the seconds after which the decoder counts as stuck.
+        metrics: what is counted.
+        make_decoder: creates the decoder, also after a failure; None: a ``ContinuousDecoder`` of the model.
+
+    Raises:
+        ValueError: as for ``ContinuousDecoder``.
+
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: ServerOptions,
+        metrics: Metrics,
+        *,
+        make_decoder: Callable[[], ContinuousDecoder] | None = None,
+    ) -> None:
+        self.model, self.options, self.metrics = model, options, metrics
+        self.worker = Worker(model, metrics, make_decoder or self._decoder, self._send)
+        self.accepts_limits = self.decoder.accepts_limits
+        self.pending = 0
+        """The number of texts that were accepted and have not ended; of the event loop."""
+        self._seconds = _USUAL_SECONDS
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self.closing = False
+
+    @property
+    def decoder(self) -> ContinuousDecoder:
+        """The decoder, a new one after a failure."""
+        return self.worker.decoder
+
+    def _decoder(self) -> ContinuousDecoder:
+        return ContinuousDecoder(
+            self.model,
+            max_batch_size=self.options.max_batch_size,
+            max_seq_len=self.options.max_seq_len,
+            limits_per_request=self.options.limits_per_request,
+        )
+
+    def start(self) -> None:
+        """Start the thread; its events arrive in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self.worker.run, name="decoder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after its current step; texts that have not ended fail."""
+        self.closing = True
+        self.worker.inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=self.options.shutdown_seconds)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no request can be served now, None if it can."""
+        if self.worker.broken is not None:
+            return self.worker.broken
+        if self.closing:
+            return "the server is shutting down"
+        still = time.monotonic() - self.worker.beat
+        if self.pending and still > self.options.stall_seconds:
+            return f"the decoder has made no progress for {still:.0f} seconds"
+        return None
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the texts of a request, all or none.
+
+        Raises:
+            ApiError: 429 if the queue is full, 503 if the decoder is stuck or closed, 400 for more texts than
+                the queue can ever take.
+
+        """
+        if (trouble := self.trouble) is not None:
+            raise ApiError(503, f"{trouble}; try again later", code="unavailable", retry_after=5)
+        room = self.options.max_batch_size + self.options.max_queue
+        if len(jobs) > room:
+            raise ApiError(
+                400,
+                f"the request asks for {len(jobs)} texts, and the server takes at most {room}; send fewer "
+                "prompts, or a smaller n",
+                param="n",
+            )
+        if self.pending + len(jobs) > room:
+            self.metrics.refused.inc()
+            waited = self._seconds * (self.pending + len(jobs) - room) / self.options.max_batch_size
+            raise ApiError(
+                429,
+                f"the queue is full: {self.pending} texts are running or waiting; try again after the "
+                "seconds in Retry-After",
+                code="queue_full",
+                retry_after=min(60, max(1, math.ceil(waited))),
+            )
+        if not self.pending:
+            self.worker.beat = time.monotonic()
+        now = time.monotonic()
+        for job in jobs:
+            job.submitted = now
+        self.pending += len(jobs)
+        self.metrics.waiting.inc(len(jobs))
+        self.worker.inbox.put(Submit(jobs))
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End texts whose remaining tokens nobody needs."""
+        if any(not job.finished for job in jobs):
+            self.worker.inbox.put(Cancel(jobs))
+
+    def _deliver(self, events: Sequence[tuple[Job, Event]], ended: Sequence[float]) -> None:
+        """Put events into the queues of their requests; ``ended`` has the seconds that ended texts took."""
+        for job, event in events:
+            job.events.put_nowait((job, event))
+        for seconds in ended:
+            self.pending -= 1
+            self._seconds += 0.1 * (seconds - self._seconds)
+
+    def _send(self, events: Sequence[tuple[Job, Event]], ended: Sequence[float]) -> None:
+        """Send events from the thread to the event loop."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for the thread
+            self._loop.call_soon_threadsafe(self._deliver, events, ended)

@@ -1,0 +1,98 @@
+"""What a server counts, in Prometheus' format."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from implicit_blocks.serving.jobs import Job, TokenMade
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_ITERATIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+_WINDOW = 10.0
+"""Seconds over which the rate of tokens is averaged."""
+
+
+class Metrics:
+    """The counters of one server, in a registry of its own.
+
+    Args:
+        slots: the number of slots of the decoder.
+
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def name(part: str) -> str:
+            return f"implicit_blocks_{part}"
+
+        self.requests = Counter(
+            name("requests"), "HTTP requests by path and status", ["path", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            name("request_seconds"),
+            "Duration of requests, streams included",
+            ["path"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.refused = Counter(name("refused"), "Requests refused by a full queue", registry=registry)
+        self.cancelled = Counter(
+            name("cancelled"), "Texts ended early, by clients, stop strings, or time", registry=registry
+        )
+        self.failures = Counter(name("decoder_failures"), "Failures of the decoder", registry=registry)
+        self.waiting = Gauge(name("queue"), "Texts that wait for a slot", registry=registry)
+        self.busy_slots = Gauge(name("busy_slots"), "Slots with a text", registry=registry)
+        self.slots = Gauge(name("slots"), "Slots of the decoder", registry=registry)
+        self.slots.set(slots)
+        self.prompt_tokens = Counter(name("prompt_tokens"), "Tokens of solved prompts", registry=registry)
+        self.tokens = Counter(name("tokens"), "Generated tokens", registry=registry)
+        self.tokens_per_second = Gauge(
+            name("tokens_per_second"), f"Generated tokens over the last {_WINDOW:.0f} s", registry=registry
+        )
+        self.tokens_per_second.set_function(self._rate)
+        self.unconverged = Counter(
+            name("unconverged_tokens"), "Generated tokens whose search did not converge", registry=registry
+        )
+        self.iterations = Histogram(
+            name("iterations"), "Iterations per generated token", buckets=_ITERATIONS, registry=registry
+        )
+        self.first_token_seconds = Histogram(
+            name("first_token_seconds"), "Time to the first token", buckets=_SECONDS, registry=registry
+        )
+        self.between_tokens_seconds = Histogram(
+            name("between_tokens_seconds"),
+            "Time between the tokens of a text",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def token(self, made: TokenMade, job: Job, now: float) -> None:
+        """Count a generated token of ``job``, whose ``last_token`` is the time of the one before it."""
+        self.tokens.inc()
+        if self._recent and now - self._recent[-1][0] < 0.1:
+            self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + 1)
+        else:
+            self._recent.append((now, 1))
+            while self._recent and now - self._recent[0][0] > _WINDOW:
+                self._recent.popleft()
+        if made.iterations is not None:
+            self.iterations.observe(made.iterations)
+        if made.converged is False:
+            self.unconverged.inc()
+        if job.last_token is None:
+            self.first_token_seconds.observe(now - job.submitted)
+        else:
+            self.between_tokens_seconds.observe(now - job.last_token)
+
+    def _rate(self) -> float:
+        now = time.monotonic()
+        return sum(count for when, count in list(self._recent) if now - when <= _WINDOW) / _WINDOW
+
+    def text(self) -> bytes:
+        """Return all metrics, as a scrape reads them."""
+        return generate_latest(self.registry)

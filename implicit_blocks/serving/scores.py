@@ -1,0 +1,82 @@
+"""Log-probabilities of tokens: of the generated ones, and of the prompts'.
+
+Shape legend: B texts, L tokens, V vocabulary, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.decoding.prompts import lay_out
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.serving.jobs import LogProbability
+
+LOWEST = -9999.0
+"""Stands for minus infinity and NaN, which JSON does not have."""
+ROWS_OF_LOGITS = 256
+"""Maximum number of tokens whose logits exist at the same time."""
+
+
+def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], count: int) -> list[LogProbability]:
+    """Return the log-probability of each token, and the ``count`` most likely ones."""
+    scores = logits_LV.log_softmax(-1).double()
+    scores = scores.nan_to_num(nan=LOWEST, neginf=LOWEST, posinf=0.0).clamp(min=LOWEST)
+    own = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None]).squeeze(1).tolist()
+    best = scores.topk(min(count, scores.shape[1]), dim=-1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    found = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    return [LogProbability(token, value, most) for token, value, most in zip(tokens, own, found, strict=True)]
+
+
+@torch.no_grad()
+def score_prompts(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    options: SearchOptions,
+    *,
+    window_length: int | None = None,
+) -> list[tuple[list[LogProbability], int | None]]:
+    """Return the log-probabilities of each prompt's tokens after the first, and the search's iterations.
+
+    All tokens of the prompts are solved together, as ``score`` solves them.
+    """
+    known = [prompt for prompt in prompts if len(prompt) > 1]
+    if not known:
+        return [([], None) for _ in prompts]
+    device = model.embedding.weight.device
+    ids, mask = lay_out([prompt[:-1] for prompt in known], device=device)
+    mask = None if mask is None or bool(mask.all()) else mask
+    encoded = model.encode(
+        model.embedding(ids),
+        attention_mask=mask,
+        window_length=window_length,
+        search=options,
+        **_ids(model, ids),
+    )
+    rows = iter(range(len(known)))
+    found: list[tuple[list[LogProbability], int | None]] = []
+    for prompt, count in zip(prompts, counts, strict=True):
+        if len(prompt) < 2:
+            found.append(([], None))
+            continue
+        row = next(rows)
+        hidden = encoded.hidden_BLD[row, 1 - len(prompt) :]
+        scores: list[LogProbability] = []
+        for first in range(0, len(prompt) - 1, ROWS_OF_LOGITS):
+            part = hidden[first : first + ROWS_OF_LOGITS]
+            logits = model.predict(part)[:, : model.spec.vocab_size]
+            scores += log_probabilities(logits, prompt[1 + first : 1 + first + len(part)], count)
+        solution = encoded.solution
+        found.append((scores, None if solution is None else int(solution.iterations[row])))
+    return found
+
+
+def _ids(model: Any, ids_BL: Tensor) -> dict[str, Tensor]:
+    """Return the tokens as an argument of ``encode`` where a mixer reads them."""
+    needed = any(block.mixer.needs_token_ids for block in model.state_blocks())
+    return {"ids_BL": ids_BL} if needed else {}

@@ -1,0 +1,225 @@
+"""A served model: what requests ask of it, checked against its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from implicit_blocks._utils.hints import did_you_mean
+from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.serving.bodies import ChatBody, CommonBody, CompletionBody, prompts_of
+from implicit_blocks.serving.engine import Engine
+from implicit_blocks.serving.errors import ApiError, shown
+from implicit_blocks.serving.formats import ChatFormat, CompletionFormat, Format
+from implicit_blocks.serving.jobs import Job
+from implicit_blocks.serving.language import Language
+from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.texts import Text, Texts
+
+_DEFAULT_TOKENS = 16
+"""``max_tokens`` of completions, as in OpenAI's API."""
+
+_MOST_CHARACTERS = 128
+"""Longer texts per token of ``max_seq_len`` are refused without being encoded."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt: its tokens, and its text."""
+
+    tokens: Sequence[int]
+    text: str
+
+
+class ServedModel:
+    """A model with its name, language and engine.
+
+    Args:
+        name: the name by which requests ask for it.
+        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode.
+        language: converts between text and tokens.
+        engine: runs its texts.
+        options: the limits of requests.
+
+    """
+
+    def __init__(
+        self, name: str, model: Any, language: Language, engine: Engine, options: ServerOptions
+    ) -> None:
+        self.name, self.model, self.language, self.engine = name, model, language, engine
+        self.options = options
+        self.vocab_size = int(model.spec.vocab_size)
+
+    def card(self) -> dict[str, Any]:
+        """Return the model's entry in ``/v1/models``."""
+        implicit = isinstance(self.model, ImplicitLM)
+        card: dict[str, Any] = {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "implicit_blocks",
+            "kind": "implicit" if implicit else "explicit",
+            "max_seq_len": self.options.max_seq_len,
+            "vocab_size": self.vocab_size,
+            "accepts_limits": self.engine.accepts_limits,
+        }
+        stopping = self.engine.decoder.batch.search.stopping
+        if implicit and stopping is not None:
+            card["tolerance"], card["max_iterations"] = stopping.tolerance, stopping.max_iterations
+        return card
+
+    def completion(self, body: CompletionBody) -> tuple[Texts, Format]:
+        """Return the texts of a completion request, and the format of its responses.
+
+        Raises:
+            ApiError: 400 or 404 for a request that the model cannot serve.
+
+        """
+        self._check(body)
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise ApiError(
+                400, f"best_of is {body.best_of} and n {body.n or 1}; omit best_of", param="best_of"
+            )
+        prompts = [self._prompt(prompt) for prompt in prompts_of(body.prompt)]
+        echo = bool(body.echo)
+        tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        name = f"cmpl-{secrets.token_hex(12)}"
+        texts = self._texts(name, body, prompts, tokens, logprobs=body.logprobs, echo=echo)
+        format = CompletionFormat(name, self.name, self.language, iterations=bool(body.return_iterations))
+        return texts, format
+
+    def chat(self, body: ChatBody) -> tuple[Texts, Format]:
+        """Return the text of a chat request, and the format of its responses.
+
+        Raises:
+            ApiError: 400 or 404 for a request that the model cannot serve.
+
+        """
+        self._check(body)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs requires logprobs: true", param="top_logprobs")
+        try:
+            ids = self.language.chat([message.plain for message in body.messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        prompt = self._checked(Prompt(ids, ""), "messages")
+        tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if tokens is None:
+            tokens = max(1, self.options.max_seq_len - len(ids))
+        name = f"chatcmpl-{secrets.token_hex(12)}"
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        texts = self._texts(name, body, [prompt], tokens, logprobs=logprobs, echo=False)
+        return texts, ChatFormat(name, self.name, self.language, iterations=bool(body.return_iterations))
+
+    def _check(self, body: CommonBody) -> None:
+        if body.model != self.name:
+            raise ApiError(
+                404,
+                f"the model {shown(body.model)} is not served here; {did_you_mean(body.model, [self.name])}",
+                param="model",
+                code="model_not_found",
+            )
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options requires stream: true", param="stream_options")
+        for name, value in (("tolerance", body.tolerance), ("max_iterations", body.max_iterations)):
+            if value is not None and not self.engine.accepts_limits:
+                raise ApiError(
+                    400,
+                    f"{name} is {value}, and this server searches all texts by one rule, or its model does "
+                    "not search to a tolerance; omit it",
+                    param=name,
+                )
+        if body.max_iterations is not None and body.max_iterations > self.options.max_iterations:
+            raise ApiError(
+                400,
+                f"max_iterations is {body.max_iterations}; choose at most {self.options.max_iterations}",
+                param="max_iterations",
+            )
+
+    def _prompt(self, given: str | list[int]) -> Prompt:
+        if isinstance(given, str):
+            if len(given) > _MOST_CHARACTERS * self.options.max_seq_len:
+                raise self._too_long(f"prompt has {len(given)} characters, which are more tokens", "prompt")
+            try:
+                prompt = Prompt(self.language.encode(given), given)
+            except ValueError as error:
+                raise ApiError(400, str(error), param="prompt") from None
+            return self._checked(prompt, "prompt")
+        checked = self._checked(Prompt(given, ""), "prompt")
+        return Prompt(checked.tokens, self.language.decode(given))
+
+    def _checked(self, prompt: Prompt, param: str) -> Prompt:
+        tokens = prompt.tokens
+        if not tokens:
+            raise ApiError(
+                400, f"{param} is empty; give at least one token, such as a beginning of a text", param=param
+            )
+        if len(tokens) > self.options.max_seq_len:
+            raise self._too_long(f"{param} has {len(tokens)} tokens", param)
+        unknown = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+        if unknown is not None:
+            raise ApiError(
+                400,
+                f"{param} has token {shown(unknown)}, and the model knows 0 to {self.vocab_size - 1}; use "
+                "the model's own tokenizer",
+                param=param,
+            )
+        return prompt
+
+    def _too_long(self, what: str, param: str) -> ApiError:
+        return ApiError(
+            400,
+            f"{what}, more than the {self.options.max_seq_len} of the server; shorten it, or serve with a "
+            "larger --max-seq-len",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    def _texts(
+        self,
+        name: str,
+        body: CommonBody,
+        prompts: Sequence[Prompt],
+        tokens: int,
+        *,
+        logprobs: int | None,
+        echo: bool,
+    ) -> Texts:
+        count = body.n or 1
+        if count * len(prompts) > self.options.max_choices:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n {count} are {count * len(prompts)} texts; ask for at most "
+                f"{self.options.max_choices} in one request",
+                param="n",
+            )
+        for prompt in prompts:
+            if len(prompt.tokens) + tokens > self.options.max_seq_len:
+                what = f"the prompt's {len(prompt.tokens)} tokens and max_tokens {tokens} are together"
+                raise self._too_long(f"{what} {len(prompt.tokens) + tokens}", "max_tokens")
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        stop_token_ids = [token for token in self.language.stop_token_ids if token < self.vocab_size]
+        texts = []
+        for index in range(count * len(prompts)):
+            prompt = prompts[index // count]
+            job = Job(
+                name=name,
+                index=index,
+                prompt=prompt.tokens,
+                max_tokens=tokens,
+                events=events,
+                sampling=body.sampling,
+                seed=seed + index,
+                stop_token_ids=stop_token_ids,
+                tolerance=body.tolerance,
+                max_iterations=body.max_iterations,
+                logprobs=logprobs,
+                score_prompt=echo and logprobs is not None,
+            )
+            shown_prompt = prompt.text if echo else None
+            texts.append(Text(job, self.language, stops=body.stops, echo=shown_prompt))
+        return Texts(self.engine, texts, timeout=self.options.timeout)

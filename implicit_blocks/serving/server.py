@@ -1,0 +1,137 @@
+"""A server of a trained model: loading, listening, and running until it is stopped."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from implicit_blocks._utils.devices import choose_device
+from implicit_blocks.checkpoints.find import CHECKPOINTS, SPEC, list_checkpoints
+from implicit_blocks.checkpoints.load_model import load_model
+from implicit_blocks.checkpoints.run_folder import run_of, tokenizer_of
+from implicit_blocks.decoding.prompts import check_model
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.serving.app import create_app
+from implicit_blocks.serving.engine import Engine
+from implicit_blocks.serving.language import Language, language_of
+from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.served import ServedModel
+from implicit_blocks.specs import load_spec
+
+_SUMMARY = "summary.json"
+"""The file with the results of a run, written at its end."""
+
+
+def load(
+    source: Path,
+    options: ServerOptions,
+    *,
+    name: str | None = None,
+    spec: str | None = None,
+    tokenizer: Path | None = None,
+    device: str = "auto",
+) -> FastAPI:
+    """Return the application that serves a trained model.
+
+    Args:
+        source: a run, a checkpoint, an exported or published folder, or a file of weights (``load_model``).
+        options: access and limits.
+        name: the name of the model in requests; None: that of the source.
+        spec: the spec of the model, where the source has none.
+        tokenizer: a ``tokenizer.json``, a folder with one, or ``bytes``; None: that of the source, if known.
+        device: the device, such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA if available.
+
+    Raises:
+        ValueError: as for ``load_model``; a run that has not finished; an invalid tokenizer.
+        ImportError: for a tokenizer other than ``bytes`` if transformers is not installed.
+
+    """
+    require_finished(source)
+    model: LanguageModel = load_model(source, spec=spec)
+    check_model(model)
+    model = model.to(choose_device(device))
+    found = tokenizer if tokenizer is not None else tokenizer_of(source)
+    language = language_of(found, vocab_size=model.spec.vocab_size)
+    return application(model, language, options, name=name or source.resolve().name)
+
+
+def application(model: LanguageModel, language: Language, options: ServerOptions, *, name: str) -> FastAPI:
+    """Return the application that serves a model in memory.
+
+    Raises:
+        ValueError: as for ``ContinuousDecoder``.
+
+    """
+    metrics = Metrics(options.max_batch_size)
+    engine = Engine(model, options, metrics)
+    return create_app(ServedModel(name, model, language, engine, options), options, metrics)
+
+
+def require_finished(source: Path) -> None:
+    """Check that a run folder belongs to a run that has reached its end.
+
+    A checkpoint of a run is accepted whether or not the run has finished.
+
+    Raises:
+        ValueError: the run has not finished; the message names its newest checkpoint.
+
+    """
+    run = run_of(source)
+    if run is None or run.resolve() != source.resolve() or (run / _SUMMARY).is_file():
+        return
+    checkpoints = list_checkpoints(run / CHECKPOINTS)
+    if not checkpoints:
+        raise ValueError(f"{source} has no checkpoint yet; wait for the first one, or finish the run")
+    newest = checkpoints[-1]
+    total = getattr(load_spec(run / SPEC), "total_steps", None)
+    if total is not None and int(newest.name.removeprefix("step-")) >= total:
+        return
+    end = "" if total is None else f" of {total}"
+    raise ValueError(
+        f"the run in {source} has not finished (step {int(newest.name.removeprefix('step-'))}{end}); resume "
+        f"it with python -m trainer, or serve its newest checkpoint as it is: {newest}"
+    )
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """Return a socket that listens at the address of the options.
+
+    Raises:
+        ValueError: the port is in use or not allowed, or the host is not an address of this machine.
+
+    """
+    host = options.host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen at {options.host} port {options.port}: {error.strerror or error}; choose another "
+            "with --host and --port (--port 0 takes any free port), or stop the program that uses it"
+        ) from None
+    return listening
+
+
+def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
+    """Return the HTTP server of an application, to be run with the socket of ``listen``."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(options.shutdown_seconds) or 1,
+        ws="none",
+    )
+    return uvicorn.Server(config)
+
+
+def address_of(listening: socket.socket) -> str:
+    """Return the URL of a socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,193 @@
+"""The texts of one request while they are generated: tokens become pieces of text, ended by stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.jobs import Event, Failed, Job, LogProbability, PromptRead, TokenMade
+from implicit_blocks.serving.language import Language
+from implicit_blocks.serving.stops import StopScanner
+
+
+class Runner(Protocol):
+    """What runs texts: an ``Engine``."""
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue texts, all or none."""
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End texts early."""
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """The log-probability of a token, None for the first one of a prompt, and where its text begins."""
+
+    token: int
+    offset: int
+    score: LogProbability | None
+
+
+@dataclass
+class Piece:
+    """What an event adds to a text."""
+
+    text: str = ""
+    scores: list[ScoredToken] = field(default_factory=list)
+    tokens: list[TokenMade] = field(default_factory=list)
+
+
+class Text:
+    """One text of a request.
+
+    Args:
+        job: its job.
+        language: converts its tokens.
+        stops: its stop strings.
+        echo: the text of the prompt, with which the text begins; None: without it.
+
+    """
+
+    def __init__(self, job: Job, language: Language, *, stops: Sequence[str], echo: str | None) -> None:
+        self.job, self.language, self.echo = job, language, echo
+        self.finish_reason: str | None = None
+        self.completion_tokens = self.iterations = self.unconverged = 0
+        self.prompt_iterations: int | None = None
+        self.searched = False
+        self._scanner = StopScanner(stops)
+        self._stream = language.stream(job.prompt)
+        self._length = len(echo or "")
+        """The number of characters of the tokens so far, those withheld included."""
+
+    def piece(self, event: Event) -> Piece:
+        """Return what an event adds.
+
+        Raises:
+            ApiError: the event is an error.
+
+        """
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, PromptRead):
+            return self._prompt(event)
+        made = Piece(tokens=[event])
+        self.completion_tokens += 1
+        if event.iterations is not None:
+            self.searched = True
+            self.iterations += event.iterations
+            self.unconverged += event.converged is False
+        ends = event.token in self.job.stop_token_ids
+        if event.score is not None:
+            made.scores.append(ScoredToken(event.token, self._length, event.score))
+        new = "" if ends else self._stream.push(event.token)
+        if event.last:
+            new += self._stream.finish()
+        self._length += len(new)
+        made.text, stopped = self._scanner.push(new)
+        if stopped:
+            self.finish_reason = "stop"
+        elif event.last:
+            made.text += self._scanner.finish()
+            self.finish_reason = "stop" if ends else "length"
+        return made
+
+    def _prompt(self, event: PromptRead) -> Piece:
+        self.prompt_iterations = event.iterations
+        made = Piece(text=self.echo or "")
+        if event.scores is not None and self.echo is not None:
+            offset = 0
+            stream = self.language.stream(())
+            for token, score in zip(self.job.prompt, (None, *event.scores), strict=True):
+                made.scores.append(ScoredToken(token, min(offset, len(self.echo)), score))
+                offset += len(stream.push(token))
+        if self.job.max_tokens == 0:
+            self.finish_reason = "length"
+        return made
+
+
+class Texts:
+    """All texts of one request.
+
+    Args:
+        runner: runs them.
+        texts: the texts, whose jobs share one queue.
+        timeout: seconds after which the request is ended.
+
+    """
+
+    def __init__(self, runner: Runner, texts: Sequence[Text], *, timeout: float) -> None:
+        self.runner, self.texts, self.timeout = runner, texts, timeout
+        self.jobs = [text.job for text in texts]
+        self.events = self.jobs[0].events
+        self._ends = 0.0
+
+    def submit(self) -> None:
+        """Queue the texts.
+
+        Raises:
+            ApiError: as ``Engine.submit``.
+
+        """
+        self._ends = time.monotonic() + self.timeout
+        self.runner.submit(self.jobs)
+
+    def close(self) -> None:
+        """End the texts that have not ended: the client has gone, or the request has failed."""
+        self.runner.cancel([text.job for text in self.texts if not text.job.finished])
+
+    async def pieces(self) -> AsyncIterator[list[tuple[Text, Piece]]]:
+        """Yield what is known of the texts, as soon as it is, until all have ended.
+
+        Raises:
+            ApiError: a text failed, or 504 if the time is up.
+
+        """
+        running = {id(text.job): text for text in self.texts}
+        while running:
+            found: list[tuple[Text, Piece]] = []
+            for job, event in await self._next():
+                text = running.get(id(job))
+                if text is None:  # it has ended by a stop string, and the decoder was a step ahead
+                    continue
+                found.append((text, text.piece(event)))
+                if text.finish_reason is not None:
+                    del running[id(job)]
+                    if not (isinstance(event, TokenMade) and event.last):
+                        self.runner.cancel([job])
+            yield found
+
+    async def _next(self) -> list[tuple[Job, Event]]:
+        """Wait for an event, and return it with those that have arrived too."""
+        events: list[tuple[Job, Event]] = []
+        left = self._ends - time.monotonic()
+        if self.events.empty() or left <= 0:
+            try:
+                events.append(await asyncio.wait_for(self.events.get(), max(0.0, left)))
+            except TimeoutError:
+                raise ApiError(
+                    504,
+                    f"the request was ended after {self.timeout:g} seconds; ask for fewer tokens, or raise "
+                    "the server's --timeout",
+                    code="timeout",
+                ) from None
+        while not self.events.empty():
+            events.append(self.events.get_nowait())
+        return events
+
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens and iterations of the request."""
+        prompts = {id(text.job.prompt): len(text.job.prompt) for text in self.texts}
+        prompt, made = sum(prompts.values()), sum(text.completion_tokens for text in self.texts)
+        usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        if any(text.searched for text in self.texts):
+            usage["iterations"] = sum(text.iterations for text in self.texts)
+            usage["unconverged_tokens"] = sum(text.unconverged for text in self.texts)
+        read = [text.prompt_iterations for text in self.texts if text.prompt_iterations is not None]
+        if read:
+            usage["prompt_iterations"] = sum(read)
+        return usage

@@ -1,0 +1,196 @@
+"""Servers of tiny models in this process, each on a free port, and raw requests to them."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+pytest.importorskip("fastapi", reason="the extra serve is not installed")
+
+from implicit_blocks.serving.app import create_app
+from implicit_blocks.serving.engine import Engine
+from implicit_blocks.serving.language import Bytes, Language
+from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.served import ServedModel
+from implicit_blocks.serving.server import listen, make_server
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.json["error"]
+        assert set(found) == {"message", "type", "param", "code"}
+        return found
+
+    @property
+    def events(self) -> list[Any]:
+        """Return the chunks of a stream, which must be complete."""
+        lines = [line for line in self.body.decode().split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@dataclass
+class Running:
+    """A running server: its address, its model, and its engine."""
+
+    host: str
+    port: int
+    model: Any
+    language: Language
+    served: ServedModel
+    server: Any
+    thread: threading.Thread
+
+    @property
+    def engine(self) -> Engine:
+        return self.served.engine
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> Reply:
+        """Send one request as it is."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            return Reply(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+
+    def post(self, path: str, body: Any, **headers: str) -> Reply:
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.request("POST", path, sent, {"Content-Type": "application/json", **headers})
+
+    def complete(self, prompt: Any, **fields: Any) -> Reply:
+        """Request a completion, greedy unless told otherwise."""
+        given = {"model": self.served.name, "prompt": prompt, "temperature": 0}
+        return self.post("/v1/completions", given | fields)
+
+    def idle(self) -> bool:
+        """Wait until no text is left; return whether that was so within seconds."""
+        ends = time.monotonic() + 20
+        while time.monotonic() < ends:
+            slots = self.engine.decoder.texts
+            if not self.engine.pending and all(text is None for text in slots):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def expected(self, prompt: list[int], count: int, **options: Any) -> str:
+        """Return the text that ``generate`` alone continues a prompt with."""
+        stops = [token for token in self.language.stop_token_ids if token < self.model.spec.vocab_size]
+        made = ib.generate(self.model, [prompt], max_new_tokens=count, stop_token_ids=stops, **options)
+        return self.language.decode(made.tokens[0, : int(made.lengths[0])].tolist())
+
+
+Start = Callable[..., Running]
+
+
+@contextlib.contextmanager
+def running(
+    model: Any,
+    language: Language | None = None,
+    *,
+    name: str = "tiny",
+    make_decoder: Callable[[], Any] | None = None,
+    **options: Any,
+) -> Iterator[Running]:
+    language = language if language is not None else Bytes()
+    given = ServerOptions(**{"port": 0, "max_seq_len": 96, "max_batch_size": 8, **options})
+    metrics = Metrics(given.max_batch_size)
+    served = ServedModel(
+        name, model, language, Engine(model, given, metrics, make_decoder=make_decoder), given
+    )
+    listening = listen(given)
+    server = make_server(create_app(served, given, metrics), given)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        host, port = listening.getsockname()[:2]
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.005)
+        yield Running(host, port, model, language, served, server, thread)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        listening.close()
+        assert not thread.is_alive()
+
+
+def byte_model(kind: str = "mamba2", **changes: Any) -> Any:
+    """Return a tiny model of bytes whose greedy texts have several different characters."""
+    torch.manual_seed(3)
+    mixers: dict[str, dict[str, Any]] = {
+        "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
+        "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=24)},
+    }
+    stopping = ib.StoppingOverrides(tolerance=1e-4, max_iterations=100)
+    fields = {"vocab_size": 257, "d_model": 16, "n_layers": 1, **mixers[kind]}
+    if changes.pop("explicit", False):
+        model = ib.build(ib.ExplicitLMSpec(**(fields | changes)))
+    else:
+        at_evaluation = ib.AtEvaluation(stopping=stopping)
+        model = ib.build(ib.ImplicitLMSpec(**(fields | {"at_evaluation": at_evaluation} | changes)))
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)
+        for block in model.backbone.blocks():
+            if hasattr(block.mixer.in_proj, "parametrizations"):
+                block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
+                block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    return byte_model()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Any]:
+    return byte_model
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[..., contextlib.AbstractContextManager[Running]]:
+    """Return the context manager of a running server, for fixtures that outlive a test."""
+    return running
+
+
+@pytest.fixture(scope="module")
+def server(model: Any) -> Iterator[Running]:
+    """Return a server that the tests of a module share."""
+    with running(model) as found:
+        yield found
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return a function that starts a server, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(running(*args, **options))

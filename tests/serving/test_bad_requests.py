@@ -1,0 +1,213 @@
+"""Requests that cannot be served: each gets a status of 4xx whose message names the value and the remedy."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+GOOD: dict[str, Any] = {"model": "tiny", "prompt": "Hi", "max_tokens": 2, "temperature": 0}
+
+BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "unknown model": ({"model": "gpt"}, 404, "model", "tiny"),
+    "path as a model": ({"model": "/etc/passwd"}, 404, "model", "tiny"),
+    "empty prompt": ({"prompt": ""}, 400, "prompt", "at least one token"),
+    "no prompts": ({"prompt": []}, 400, "prompt", "at least one"),
+    "an empty one of two prompts": ({"prompt": ["a", ""]}, 400, "prompt", "empty"),
+    "empty tokens": ({"prompt": [[]]}, 400, "prompt", "empty"),
+    "mixed prompts": ({"prompt": ["a", 3]}, 400, "prompt", "list of token IDs"),
+    "an object as a prompt": ({"prompt": {"file": "/etc/passwd"}}, 400, "prompt", "list of token IDs"),
+    "booleans as tokens": ({"prompt": [True, False]}, 400, "prompt", "list of token IDs"),
+    "prompt too long": ({"prompt": "x" * 97}, 400, "prompt", "96"),
+    "prompt far too long": ({"prompt": "x" * 50_000}, 400, "prompt", "96"),
+    "prompt and new tokens too long": ({"prompt": "x" * 90, "max_tokens": 7}, 400, "max_tokens", "96"),
+    "huge max_tokens": ({"max_tokens": 10**30}, 400, "max_tokens", "less than or equal"),
+    "token outside the vocabulary": ({"prompt": [5, 257]}, 400, "prompt", "0 to 256"),
+    "negative token": ({"prompt": [-1]}, 400, "prompt", "0 to 256"),
+    "huge token": ({"prompt": [10**40]}, 400, "prompt", "0 to 256"),
+    "negative max_tokens": ({"max_tokens": -1}, 400, "max_tokens", "greater than or equal to 0"),
+    "text as a number": ({"max_tokens": "5"}, 400, "max_tokens", "valid integer"),
+    "fraction of a token": ({"max_tokens": 1.5}, 400, "max_tokens", "valid integer"),
+    "negative temperature": ({"temperature": -0.1}, 400, "temperature", "greater than or equal to 0"),
+    "huge temperature": ({"temperature": 1e300}, 400, "temperature", "less than or equal"),
+    "top_p of 0": ({"top_p": 0}, 400, "top_p", "greater than 0"),
+    "top_k below -1": ({"top_k": -2}, 400, "top_k", "greater than or equal to -1"),
+    "no choices": ({"n": 0}, 400, "n", "greater than or equal to 1"),
+    "too many choices": ({"n": 1000}, 400, "n", "at most"),
+    "huge seed": ({"seed": 2**80}, 400, "seed", "less than or equal"),
+    "empty stop string": ({"stop": ["a", ""]}, 400, "stop", "at least 1 character"),
+    "too many stop strings": ({"stop": ["a"] * 17}, 400, "stop", "at most 16"),
+    "long stop string": ({"stop": "a" * 300}, 400, "stop", "at most 256"),
+    "too many log-probabilities": ({"logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
+    "suffix": ({"suffix": "end"}, 400, "suffix", "omit it"),
+    "penalty": ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "less than or equal to 0"),
+    "bias": ({"logit_bias": {"5": 1.0}}, 400, "logit_bias", "at most 0"),
+    "best_of": ({"best_of": 3}, 400, "best_of", "omit"),
+    "misspelt field": ({"max_token": 3}, 400, "max_token", "max_tokens"),
+    "tolerance of 0": ({"tolerance": 0}, 400, "tolerance", "greater than 0"),
+    "negative tolerance": ({"tolerance": -1.0}, 400, "tolerance", "greater than 0"),
+    "no iterations": ({"max_iterations": 0}, 400, "max_iterations", "greater than or equal to 1"),
+    "huge number of iterations": ({"max_iterations": 5000}, 400, "max_iterations", "at most 1000"),
+    "stream options without a stream": ({"stream_options": {}}, 400, "stream_options", "stream: true"),
+    "unknown stream option": ({"stream_options": {"x": 1}}, 400, "stream_options.x", "omit it"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_field_is_named_with_the_remedy(server, name):
+    changes, status, param, remedy = BAD[name]
+    reply = server.post("/v1/completions", GOOD | changes)
+    assert reply.status == status
+    assert reply.error["param"] == param
+    assert remedy in reply.error["message"]
+    assert len(reply.error["message"]) < 400
+
+
+@pytest.mark.parametrize("field", ["model", "prompt"])
+def test_a_missing_field_is_named(server, field):
+    reply = server.post("/v1/completions", {key: value for key, value in GOOD.items() if key != field})
+    assert (reply.status, reply.error["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], "hello", [{"role": "robot", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 3}]],
+    ids=["none", "text", "unknown role", "no content", "number"],
+)
+def test_bad_messages_are_refused(server, messages):
+    reply = server.post("/v1/chat/completions", {"model": "tiny", "messages": messages})
+    assert reply.status == 400
+    assert reply.error["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b"null", b'"text"', b"\xff\xfe", b'{"model": "\xc3("}', b'{"model": "\\ud800"}',
+     b"[" * 100_000, b'{"a":' * 5000, b'{"temperature": NaN, "model": "tiny", "prompt": "a"}',
+     b'{"temperature": 1e999, "model": "tiny", "prompt": "a"}'],
+    ids=lambda body: repr(body[:14]),
+)  # fmt: skip
+def test_a_body_that_is_no_json_object_is_refused(server, body):
+    reply = server.post("/v1/completions", body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_body_of_another_type_is_refused(server):
+    for headers in ({}, {"Content-Type": "text/plain"}):
+        reply = server.request("POST", "/v1/completions", json.dumps(GOOD).encode(), headers)
+        assert reply.status == 415
+        assert "application/json" in reply.error["message"]
+
+
+def test_a_large_body_is_refused_before_it_is_read(model, start):
+    server = start(model, max_body_bytes=2000)
+    reply = server.post("/v1/completions", GOOD | {"user": "x" * 2000})
+    assert reply.status == 413
+    assert "2000 bytes" in reply.error["message"]
+    assert server.post("/v1/completions", GOOD).status == 200
+
+
+def test_unknown_paths_and_methods_have_errors_of_the_api(server):
+    assert server.request("GET", "/v1/nothing").error["type"] == "not_found_error"
+    assert server.request("GET", "/v1/completions").status == 405
+    assert server.request("GET", "/v1/completions").error["message"]
+    assert server.request("GET", "/../../etc/passwd").status == 404
+
+
+# ------------------------------------------------------------------------------------ mutated bodies
+
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2**31,
+    2**63,
+    -(2**70),
+    10**300,
+    0.5,
+    -0.0,
+    1e308,
+    "",
+    "a",
+    "\0",
+]
+VALUES += [
+    "é" * 40,
+    "\u2028",
+    [],
+    [1],
+    [[1]],
+    [["a"]],
+    [None],
+    {},
+    {"a": 1},
+    [{}],
+    "tiny",
+    ["a", "b"],
+    [256, 0],
+]
+FIELDS = ["model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stream"]
+FIELDS += ["logprobs", "echo", "suffix", "stream_options", "tolerance", "max_iterations", "return_iterations"]
+FIELDS += ["best_of", "user", "logit_bias", "presence_penalty", "unknown", "messages", "__proto__", ""]
+
+
+def mutated(random: random.Random) -> bytes:
+    """Return a body that differs from a good one in some values, and often in some bytes."""
+    body: dict[str, Any] = dict(GOOD)
+    for _ in range(random.randint(0, 3)):
+        body[random.choice(FIELDS)] = random.choice(VALUES)
+    if random.random() < 0.2:
+        body.pop(random.choice(list(body)))
+    text = bytearray(json.dumps(body, ensure_ascii=random.random() < 0.5).encode())
+    if random.random() < 0.4:
+        for _ in range(random.randint(1, 4)):
+            place = random.randrange(len(text)) if text else 0
+            kind = random.randrange(3)
+            if kind == 0 and text:
+                text[place] = random.randrange(256)
+            elif kind == 1 and text:
+                del text[place : place + random.randint(1, 5)]
+            else:
+                text[place:place] = bytes(random.choices(b'{}[]",:0123456789eE+-.\\u\xff\xc3', k=3))
+    return bytes(text)
+
+
+def check_mutated(server: Any, count: int, seed: int) -> None:
+    draws = random.Random(seed)
+    expected = server.complete("Hi", max_tokens=2).json["choices"][0]["text"]
+    answered = 0
+    for number in range(count):
+        body = mutated(draws)
+        path = "/v1/chat/completions" if number % 16 == 15 else "/v1/completions"
+        reply = server.post(path, body)
+        assert b"Traceback" not in reply.body
+        if reply.status == 200:
+            answered += 1
+            sent = json.loads(body)
+            if sent.get("stream"):
+                assert reply.events
+            elif all(sent.get(key) == value for key, value in GOOD.items()) and sent.keys() <= {
+                *GOOD, "user", "seed"
+            }:  # fmt: skip
+                assert reply.json["choices"][0]["text"] == expected
+        else:
+            assert 400 <= reply.status < 500, (reply.status, body)
+            assert reply.error["message"]
+    assert answered > count // 20
+    assert server.idle()
+    assert server.complete("Hi", max_tokens=2).json["choices"][0]["text"] == expected
+
+
+def test_mutated_bodies_are_refused_or_answered(model, start):
+    check_mutated(start(model, max_iterations=50), 300, seed=1)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_mutated_bodies_are_refused_or_answered(model, start):
+    check_mutated(start(model, max_iterations=50), 100_000, seed=2)

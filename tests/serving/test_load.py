@@ -1,0 +1,156 @@
+"""Many clients at once: no text is lost, mixed up, or changed by the others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import random
+import resource
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+import implicit_blocks as ib
+
+PROMPTS = ["Hello", "one", "two words", "z", "Zürich", "a longer prompt of many bytes", "123", "{}"]
+
+
+async def send(server: Any, body: dict[str, Any], *, leave_after: int | None = None) -> tuple[bytes, Any]:
+    """Send a request and return the bytes of the answer; close the connection after some chunks of them.
+
+    Returns the answer, and the times at which its events arrived.
+    """
+    reader, writer = await asyncio.open_connection(server.host, server.port)
+    sent = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n"
+    )
+    began = time.monotonic()
+    writer.write(head.encode() + sent)
+    await writer.drain()
+    received, times = b"", []
+    while part := await reader.read(65536):
+        received += part
+        if b"data: " in part:
+            times.append(time.monotonic() - began)
+        if leave_after is not None and len(times) >= leave_after:
+            break
+    writer.close()
+    return received, times
+
+
+def text_of(received: bytes) -> str:
+    """Return the text of a streamed answer, which must be complete."""
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b" 200 " in head.splitlines()[0], head
+    content = b""
+    while body:  # chunked transfer coding
+        size, _, body = body.partition(b"\r\n")
+        content += body[: int(size, 16)]
+        body = body[int(size, 16) + 2 :]
+    lines = [line.removeprefix("data: ") for line in content.decode().split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("error" not in chunk for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"]
+    return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+
+class Expected:
+    """The texts of ``generate`` alone, as long as the longest; they begin with those of shorter requests."""
+
+    def __init__(self, server: Any, longest: int) -> None:
+        self.language = server.language
+        self.tokens = {
+            prompt: ib.generate(server.model, [list(prompt.encode())], max_new_tokens=longest)
+            .tokens[0]
+            .tolist()
+            for prompt in PROMPTS
+        }
+
+    def text(self, prompt: str, count: int, stop: str | None) -> str:
+        tokens = self.tokens[prompt][:count]
+        if 256 in tokens:
+            tokens = tokens[: tokens.index(256)]
+        text: str = self.language.decode(tokens)
+        return text if stop is None else text.partition(stop)[0]
+
+
+async def load(
+    server: Any, *, clients: int, requests: int, longest: int, seed: int
+) -> dict[str, list[float]]:
+    """Send requests of random lengths, stops and cancellations, and compare each text with ``generate``."""
+    draws, expected = random.Random(seed), Expected(server, longest)
+    work = [
+        (draws.choice(PROMPTS), draws.randint(1, longest), draws.random(), draws.randint(1, 3))
+        for _ in range(requests)
+    ]
+    first, between, checked, left = [], [], 0, 0
+
+    async def client() -> None:
+        nonlocal checked, left
+        while work:
+            prompt, count, what, chunks = work.pop()
+            whole = expected.text(prompt, count, None)
+            stop = whole[len(whole) // 2 :][:2] if what < 0.3 else None
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True}
+            leaves = chunks if what > 0.8 else None
+            received, times = await send(server, body | ({"stop": stop} if stop else {}), leave_after=leaves)
+            if leaves is not None:
+                left += 1
+                continue
+            assert text_of(received) == expected.text(prompt, count, stop or None)
+            checked += 1
+            first.append(times[0])
+            between.extend(b - a for a, b in itertools.pairwise(times))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    assert checked + left == requests
+    assert checked > requests // 2
+    return {"first": first, "between": between}
+
+
+def test_texts_of_many_streams_are_those_of_generate(model, start):
+    server = start(model, max_batch_size=16, max_queue=64)
+    asyncio.run(load(server, clients=32, requests=48, longest=10, seed=1))
+    assert server.idle()
+
+
+@pytest.mark.slow
+def test_two_hundred_clients_lose_and_mix_up_nothing(model, start, record_property):
+    server = start(model, max_batch_size=64, max_queue=256)
+    found = asyncio.run(load(server, clients=200, requests=2000, longest=24, seed=2))
+    for name, seconds in found.items():
+        cuts = statistics.quantiles(seconds, n=20)
+        record_property(f"{name}_p50_p95_seconds", (round(cuts[9], 4), round(cuts[18], 4)))
+        print(f"{name}: p50 {cuts[9] * 1e3:.0f} ms, p95 {cuts[18] * 1e3:.0f} ms")
+    assert server.idle()
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_ten_thousand_requests(model, start):
+    server = start(model, max_batch_size=64, max_queue=512)
+
+    async def many(count: int) -> None:
+        async def client() -> None:
+            for _ in range(count // 50):
+                body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
+                text_of((await send(server, body))[0])
+
+        await asyncio.gather(*(client() for _ in range(50)))
+
+    def resident() -> int:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+    asyncio.run(many(2000))
+    before = resident()
+    asyncio.run(many(8000))
+    assert resident() - before < 20 << 20

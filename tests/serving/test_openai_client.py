@@ -1,0 +1,105 @@
+"""OpenAI's own client works unchanged: completions, streams, conversations, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="openai is not installed")
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chat_client(make_model, serve, tokenizer_file) -> Iterator[Any]:
+    """Return a client of a server whose tokenizer has a chat template, and the server."""
+    pytest.importorskip("transformers")
+    from implicit_blocks.serving.language import language_of
+
+    language: Any = language_of(tokenizer_file, vocab_size=300)
+    language.tokenizer.chat_template = TEMPLATE
+    with (
+        serve(make_model(vocab_size=300), language) as found,
+        openai.OpenAI(base_url=f"{found.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        yield client, found
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_completion_has_its_text_its_reason_and_its_usage(client, server):
+    made = client.completions.create(model="tiny", prompt="Hello", max_tokens=7, temperature=0)
+    assert made.choices[0].text == server.expected(list(b"Hello"), 7)
+    assert made.choices[0].finish_reason == "length"
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (5, 7)
+    assert made.usage.iterations > 7
+
+
+def test_a_stream_has_the_text_of_the_completion(client, server):
+    chunks = client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=7, temperature=0, stream=True, logprobs=1
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks) == server.expected(list(b"Hello"), 7)
+
+
+def test_extensions_are_sent_as_extra_fields(client):
+    made = client.completions.create(
+        model="tiny",
+        prompt="Hello",
+        max_tokens=3,
+        extra_body={"max_iterations": 2, "return_iterations": True, "top_k": 3, "seed": 5},
+    )
+    assert [report["iterations"] for report in made.choices[0].token_reports] == [2, 2, 2]
+
+
+def test_a_conversation_is_answered_and_streamed(chat_client):
+    client, server = chat_client
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    prompt = server.language.encode("the cat\nsat\n>")
+    options = {"model": "tiny", "messages": messages, "max_tokens": 6, "temperature": 0}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content == server.expected(prompt, 6)
+    assert whole.usage.prompt_tokens == len(prompt)
+    assert [len(entry.top_logprobs) for entry in whole.choices[0].logprobs.content] == [2] * 6
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+
+
+def test_parts_of_a_message_are_joined(chat_client):
+    client, server = chat_client
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
+    made = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": parts}], max_completion_tokens=4, temperature=0
+    )
+    assert made.choices[0].message.content == server.expected(server.language.encode("the cat\n>"), 4)
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error(chat_client):
+    client, _ = chat_client
+    with pytest.raises(openai.BadRequestError, match="no system"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "system", "content": "x"}])
+
+
+def test_errors_are_those_of_the_client(client):
+    with pytest.raises(openai.NotFoundError, match="'tiny'"):
+        client.completions.create(model="tinny", prompt="Hello")
+    with pytest.raises(openai.BadRequestError, match="suffix"):
+        client.completions.create(model="tiny", prompt="Hello", suffix="end")
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hello"}])
