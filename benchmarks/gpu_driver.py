@@ -22,7 +22,7 @@ from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import implicit_blocks as ib
-from implicit_blocks.models.backbone import BoundMap
+from implicit_blocks.models.stack import BoundMap
 
 MODES: dict[str, dict[str, Any]] = {
     "launched": {},

@@ -1,4 +1,4 @@
-"""List components, inspect specs, create plugins, convert checkpoints, and generate text."""
+"""List components, inspect specs, create plugins, convert checkpoints, generate text, and serve models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from implicit_blocks import __version__, registry
 from implicit_blocks._utils.hints import without_torch
 from implicit_blocks.registry.scaffold import FAMILIES
+from implicit_blocks.serving.command import add_inspect_arguments, add_serve_arguments
 from implicit_blocks.specs import load_spec, spec_name
 from implicit_blocks.specs.schema import file_schema, run_schema
 
@@ -54,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
         _add_convert,
         _add_export,
         _add_generate,
+        _add_serve,
+        _add_inspect,
     ):
         add(commands)
     return made
@@ -177,20 +180,27 @@ def _add_convert(commands: Any) -> None:
     command = _add(
         commands,
         "convert",
-        "convert published checkpoints, or Llama and Mamba2 of transformers, and back",
+        "convert published checkpoints, or language models of transformers, and back",
     )
     command.add_argument("source", type=Path, help="directory with config.json and weights")
     command.add_argument("destination", type=Path, help="new directory")
     command.add_argument(
         "--to",
-        choices=("transformers", "published"),
+        choices=("transformers", "published", "original"),
         default="transformers",
-        help="format of the result: for from_pretrained, or for the paper's code (default: transformers)",
+        help="format of the result: for from_pretrained; for the paper's code; or, of an explicit model, "
+        "transformers' own class, such as Llama (default: transformers)",
     )
     command.add_argument(
         "--implicit",
         action="store_true",
         help="convert an explicit model to the initial weights of an implicit one",
+    )
+    command.add_argument(
+        "--core",
+        metavar="FIRST:STOP",
+        help="iterate these layers of an explicit model, numbered from 0, without layer STOP; its function "
+        "stays the same until training",
     )
     command.add_argument(
         "--fold-weight-norm",
@@ -210,6 +220,7 @@ def _convert(options: argparse.Namespace) -> None:
             options.destination,
             to=options.to,
             implicit=options.implicit,
+            core=options.core,
             fold=options.fold_weight_norm,
             max_shard_size=options.max_shard_size,
         )
@@ -305,6 +316,14 @@ def _generate(options: argparse.Namespace) -> None:
             seed=options.seed,
             tolerance=options.tolerance,
         )
+
+
+def _add_serve(commands: Any) -> None:
+    add_serve_arguments(_add(commands, "serve", "serve a trained model over HTTP, with OpenAI's API"))
+
+
+def _add_inspect(commands: Any) -> None:
+    add_inspect_arguments(_add(commands, "inspect", "write a report of a text's searches as one HTML file"))
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ def test_an_option_out_of_range_is_refused_with_its_value(make, message):
         make()
 
 
+@pytest.mark.filterwarnings("ignore:solver attractor_anderson")
 @pytest.mark.parametrize("family", ["solver", "gradient"])
 def test_a_components_defaults_equal_its_specs_defaults(family):
     """Defaults are written twice, in the class and in the spec."""

@@ -43,6 +43,10 @@ PUBLIC_NAMES = [
     "BroydenSpec",
     "ComponentSpec",
     "ConvergenceWarning",
+    "Depth",
+    "DepthSpec",
+    "Exit",
+    "ExitSpec",
     "ExplicitLM",
     "ExplicitLMSpec",
     "FixedPoint",
@@ -55,9 +59,14 @@ PUBLIC_NAMES = [
     "ImplicitFunctionSpec",
     "ImplicitLM",
     "ImplicitLMSpec",
+    "Injection",
+    "InjectionSpec",
+    "Iterate",
     "JacobianPenalty",
     "JacobianPenaltySpec",
     "LMOutput",
+    "LayerSpec",
+    "LoopCounts",
     "MLPSpec",
     "Mamba2",
     "Mamba2Spec",
@@ -65,21 +74,31 @@ PUBLIC_NAMES = [
     "Mixer",
     "MixerSpec",
     "ModelSpec",
+    "Objective",
+    "ObjectiveSpec",
     "PatientPicard",
     "PatientPicardSpec",
     "Phantom",
     "PhantomSpec",
     "Picard",
     "PicardSpec",
+    "Readout",
     "RopeScaling",
+    "RandomDepthSpec",
     "RowMap",
+    "Scaling",
+    "ScalingSpec",
     "Scored",
     "Search",
     "SearchLike",
+    "SearchingSolver",
     "SequenceMap",
     "Solution",
     "Solver",
     "SolverSpec",
+    "StackSpec",
+    "Start",
+    "StartSpec",
     "SteppingMap",
     "Stopping",
     "StoppingOverrides",
@@ -88,8 +107,11 @@ PUBLIC_NAMES = [
     "UnrolledSpec",
     "Window",
     "build",
+    "exit_distribution",
+    "first_exit",
     "generate",
     "hookimpl",
+    "inspect",
     "jacobian_free",
     "load_model",
     "load_spec",
@@ -236,7 +258,10 @@ def test_importing_the_library_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("package", ["solvers", "gradients", "mixers"])
+FAMILIES = ["solvers", "gradients", "exits", "mixers", "injections", "starts", "depths", "scalings"]
+
+
+@pytest.mark.parametrize("package", FAMILIES)
 def test_type_checkers_see_every_component_of_a_package(package):
     """At run time the names come from the registration; type checkers need definitions and imports."""
     tree = ast.parse((ROOT / "implicit_blocks" / package / "__init__.py").read_text(encoding="utf-8"))
@@ -316,7 +341,7 @@ def test_the_wheel_contains_the_packages_and_the_zoo(tmp_path):
         str(path.relative_to(ROOT))
         for folder in ("implicit_blocks", "trainer", "zoo")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template"}
+        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template", ".html"}
     }
     assert held == expected
     assert any(name.endswith("licenses/LICENSE") for name in information)

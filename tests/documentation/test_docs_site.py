@@ -192,3 +192,23 @@ def test_the_table_of_the_zoo_has_the_steps_of_wrapped_gradients(monkeypatch):
     text = importlib.import_module("zoo_table").page(ROOT / "zoo")
     assert "free 24 + 4 with jacobian_penalty to step" in text
     assert "?" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("n_layers: 4, prelude: {n_layers: 1}", "| (1 + 4 + 0) \u00d7 64 |"),
+        (
+            "n_layers: 4, depth: {kind: fixed, loops: 6}, gradient: {kind: last_loops, loops: 2}",
+            "train 6 loops, the last 2 with gradients to step 1\u202f000",
+        ),
+        ("depth: {kind: fixed, loops: 6}, gradient: {kind: last_loops}", "6 loops, all with gradients"),
+        ("depth: {kind: fixed, loops: 6}", "6 loops, phantom"),
+    ],
+)
+def test_the_table_of_the_zoo_names_stacks_and_loops(monkeypatch, tmp_path, model, expected):
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "docs"))
+    text = f"# A model.\nextends: word_problem_s3\nphases: []\nmodel: {{{model}}}\n"
+    text += "training: {max_steps: 1000}\n"
+    (tmp_path / "composed_5m.yaml").write_text(text, encoding="utf-8")
+    assert expected in importlib.import_module("zoo_table").page(tmp_path)

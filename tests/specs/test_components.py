@@ -161,7 +161,7 @@ def model(**fields: Any) -> ImplicitLMSpec:
         ),
         ({"d_model": 60, "mixer": {"kind": "attention", "n_heads": 12}}, ("mixer",), "60 / 12 = 5 is odd"),
         ({"vocab_size": 0}, ("vocab_size",), "greater than 0"),
-        ({"n_layers": 0}, ("n_layers",), "greater than 0"),
+        ({"n_layers": 0}, ("n_layers",), "has no layers"),
         ({"dropout": 1}, ("dropout",), "less than 1"),
         ({"mixer": "mamba2"}, ("mixer",), "should be a mapping such as {kind: mamba2}"),
         ({"mixer": 3}, ("mixer",), "should be a mapping such as {kind: …}"),

@@ -17,8 +17,8 @@ from implicit_blocks.specs import (
     UnrolledSpec,
     merge,
 )
-from trainer.optim.schedules import steps_of
 from trainer.specs.run import RunSpec, TokensSpec, WordProblemSpec
+from trainer.specs.spans import steps_of
 
 BASE: dict[str, Any] = {
     "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},

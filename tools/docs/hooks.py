@@ -27,7 +27,9 @@ def _sibling(name: str) -> ModuleType:
     return module
 
 
-reference, zoo_table, benchmark_page = map(_sibling, ("reference", "zoo_table", "benchmark_page"))
+reference, zoo_table, architecture_table, benchmark_page = map(
+    _sibling, ("reference", "zoo_table", "architecture_table", "benchmark_page")
+)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -40,7 +42,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages."""
     pages = {
-        "zoo.md": zoo_table.page(ROOT / "zoo"),
+        "zoo.md": zoo_table.page(ROOT / "zoo") + architecture_table.section(),
         "benchmarks.md": benchmark_page.page(ROOT / "benchmarks"),
         **reference.pages(ROOT),
     }
