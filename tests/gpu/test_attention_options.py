@@ -68,12 +68,14 @@ def test_a_captured_map_reads_the_token_ids_of_the_current_call():
 
     graphs, parameters = MapGraphs(), list(backbone.parameters())
     for _ in range(4):  # the first calls are eager, the later ones replay graphs
-        f = bound(torch.randint(5, (2, 6), device="cuda"))
+        ids = torch.randint(5, (2, 6), device="cuda")
         with torch.no_grad():
+            f = bound(ids)
             torch.testing.assert_close(graphs.call(f, z), f.compute(z), rtol=1e-4, atol=1e-4)
+        captured, eager = graphs.call(bound(ids), z), bound(ids).compute(z)
         found, expected = (
-            torch.autograd.grad(call(z).square().sum(), parameters, allow_unused=True)
-            for call in (lambda z, f=f: graphs.call(f, z), f.compute)
+            torch.autograd.grad(value.square().sum(), parameters, allow_unused=True)
+            for value in (captured, eager)
         )
         for gradient, of_eager in zip(found, expected, strict=True):
             torch.testing.assert_close(gradient, of_eager, rtol=1e-3, atol=1e-3)
