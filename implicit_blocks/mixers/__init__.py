@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from implicit_blocks.mixers.mamba2.mixer import Mamba2 as Mamba2
 
 
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+"""A time step or a decay rate; far above what trains, and within float32."""
+
+
 @hookimpl
 def register_components(add: Add) -> None:
     """Register the built-in mixers."""
@@ -45,13 +49,13 @@ class Mamba2Spec(MixerSpec):
     """Width of the causal convolution."""
     chunk_size: PositiveInt = 64
     """Tokens per chunk of the scan; changes the speed, not the values."""
-    dt_min: PositiveFloat = 1e-3
+    dt_min: Rate = 1e-3
     """Lower bound of the initial time steps, which are log-uniform."""
-    dt_max: PositiveFloat = 1e-1
+    dt_max: Rate = 1e-1
     """Upper bound of the initial time steps."""
-    a_min: PositiveFloat = 1.0
+    a_min: Rate = 1.0
     """Lower bound of the initial decay rates -A, which are uniform."""
-    a_max: PositiveFloat = 16.0
+    a_max: Rate = 16.0
     """Upper bound of the initial decay rates."""
     bias: bool = False
     """Whether the input and output projections have biases."""

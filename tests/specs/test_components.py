@@ -130,6 +130,7 @@ def test_evaluation_inherits_stopping_fields_that_it_does_not_override(
         (ImplicitFunctionSpec, {"stopping": {"scope": "prefix"}}, "couples tokens backwards"),
         (Mamba2Spec, {"dt_min": 0.5}, "dt_min 0.5 is above dt_max 0.1"),
         (Mamba2Spec, {"chunk_size": 0}, "greater than 0"),
+        (Mamba2Spec, {"a_max": 1e300}, "less than or equal to"),
         (AttentionSpec, {"n_heads": 8, "n_kv_heads": 3}, "n_heads 8 is not divisible by n_kv_heads 3"),
         (PicardSpec, {"dampng": 0.5}, "unknown key 'dampng'; did you mean 'damping'"),
         (PicardSpec, {"kind": "anderson"}, "'picard'"),
