@@ -271,7 +271,11 @@ def _no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Path] = []
     draw = trainer.reporting.report.draw
     monkeypatch.setattr(trainer.reporting.report, "draw", draw_some)
-    for name in ("trainer.run.build.build", "trainer.experiments.common.runs.build"):
+    for name in (
+        "trainer.run.build.build",
+        "trainer.experiments.common.runs.build",
+        "trainer.experiments.equal_compute.experiment.train_recipes",
+    ):
         monkeypatch.setattr(name, refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -309,6 +309,16 @@ def test_tokens_without_a_validation_split_are_refused(tokens, tmp_path):
         train_recipes([recipe], tmp_path, data=data, report=report, device="cpu", log=lambda text: None)
 
 
+def test_a_report_without_tokens_is_refused_before_training(tokens, tmp_path, monkeypatch):
+    def never(*arguments, **options):
+        raise AssertionError("trained")
+
+    monkeypatch.setattr("trainer.experiments.equal_compute.experiment.train_recipes", never)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        run(tmp_path / "out", tokens[0], tmp_path / "empty", settings=Settings(**TINY), device="cpu")
+
+
 def test_a_recipe_given_twice_is_refused(tokens, tmp_path):
     with pytest.raises(ValueError, match="given twice"):
         train_recipes([BASE, BASE], tmp_path, data=tokens[0], report=tokens[1], device="cpu")

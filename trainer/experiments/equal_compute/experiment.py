@@ -141,6 +141,7 @@ def run(folder: Path, data: Path, report: Path, *, settings: Settings, device: s
         weight_decays=settings.weight_decays,
         shares=settings.shares,
     )
+    open_tokens(report)  # refused before anything is trained
     base = base_recipe(settings, vocab_size=open_tokens(data).vocab_size or 8192)
     rounds = 0
     while True:
