@@ -39,10 +39,6 @@ class _SameWidth(Injection):
         super().__init__()
         spec.check(d_model, core_width)
 
-    def leave(self, h_BLC: Tensor, z_BLC: Tensor, entered_BLC: Tensor, e: Tensor | None) -> Tensor:
-        """Return the core's output."""
-        return h_BLC
-
 
 class NoInjection(_SameWidth):
     """The map is the core itself; the prelude's output is only its start."""

@@ -36,6 +36,9 @@ class Injection(nn.Module, ABC):
     def enter(self, z_BLC: Tensor, e: Tensor | None) -> Tensor:
         """Return the core's input, (B, L, C)."""
 
-    @abstractmethod
     def leave(self, h_BLC: Tensor, z_BLC: Tensor, entered_BLC: Tensor, e: Tensor | None) -> Tensor:
-        """Return the map's value, (B, L, C), given the core's output ``h`` for the input ``entered``."""
+        """Return the map's value, (B, L, C), given the core's output ``h`` for the input ``entered``.
+
+        It is ``h`` unless a subclass defines another one.
+        """
+        return h_BLC

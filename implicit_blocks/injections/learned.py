@@ -47,10 +47,6 @@ class Concat(Injection):
         entered: Tensor = self.proj(torch.cat((z_BLC, e.to(z_BLC.dtype)), dim=-1))
         return entered.to(z_BLC.dtype)
 
-    def leave(self, h_BLC: Tensor, z_BLC: Tensor, entered_BLC: Tensor, e: Tensor | None) -> Tensor:
-        """Return the core's output."""
-        return h_BLC
-
 
 class Diagonal(Injection):
     """``z ← core(exp(−Δ·A) ⊙ z + Δ ⊙ B x)`` with ``Δ = softplus(dt_bias)`` and ``A = exp(A_log)`` (Parcae).
@@ -92,10 +88,6 @@ class Diagonal(Injection):
         assert e is not None
         decay = torch.exp(-F.softplus(self.dt_bias) * self.A_log.exp())
         return decay.to(z_BLC.dtype) * z_BLC + e
-
-    def leave(self, h_BLC: Tensor, z_BLC: Tensor, entered_BLC: Tensor, e: Tensor | None) -> Tensor:
-        """Return the core's output."""
-        return h_BLC
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -56,10 +56,6 @@ class Projection(Injection):
         """Return ``z``."""
         return z_BLC
 
-    def leave(self, h_BLC: Tensor, z_BLC: Tensor, entered_BLC: Tensor, e: Tensor | None) -> Tensor:
-        """Return the core's output."""
-        return h_BLC
-
 
 def pays_by_token(embedding: nn.Module, tokens: int) -> bool:
     """Whether a table with one injection per word of the vocabulary costs less than one per token.
