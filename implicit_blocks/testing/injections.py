@@ -18,7 +18,7 @@ from implicit_blocks.injections.base import Injection
 from implicit_blocks.layers import reset_parameters_
 from implicit_blocks.registry import build, kinds
 from implicit_blocks.specs.families import InjectionSpec
-from implicit_blocks.testing.contract import named, relative_error, require
+from implicit_blocks.testing.contract import check_gradients, named, relative_error, require
 
 ROWS, LENGTH, WIDTH, OTHER_WIDTH, PROJECTED = 3, 6, 8, 12, 10
 
@@ -206,26 +206,9 @@ def gradients(spec: InjectionSpec) -> None:
         "the core's output": given.h,
         **dict(injection.named_parameters()),
     }
-    found = torch.autograd.grad(loss(), list(tensors.values()), allow_unused=True)
-    generator, step = torch.Generator().manual_seed(2), 1e-6
-    for (name, tensor), gradient in zip(tensors.items(), found, strict=True):
-        direction = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
-        with torch.no_grad():
-            tensor += step * direction
-            above = loss()
-            tensor -= 2 * step * direction
-            numeric = float((above - loss()) / (2 * step))
-            tensor += step * direction
-        analytic = 0.0 if gradient is None else float((gradient * direction).sum())
+    for name, derivative in check_gradients(injection, loss, tensors, tolerance=1e-5).items():
         require(
-            abs(numeric - analytic) <= 1e-5 * max(1.0, abs(numeric)),
-            injection,
-            "gradients",
-            f"along a random direction of {name} the gradient is {analytic:.8g}, finite differences "
-            f"{numeric:.8g}; detach nothing",
-        )
-        require(
-            name not in dict(injection.named_parameters()) or analytic != 0,
+            name not in dict(injection.named_parameters()) or derivative != 0,
             injection,
             "gradients",
             f"no gradient reaches the parameter {name}; remove it or use it",

@@ -10,7 +10,7 @@ from torch import Tensor
 from implicit_blocks.interfaces import Mixer
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
-from implicit_blocks.testing.contract import relative_error, require
+from implicit_blocks.testing.contract import check_gradients, relative_error, require
 from implicit_blocks.testing.mixer_runs import D_MODEL, LENGTH, TOLERANCE, begin, forward, inputs, make, run
 from implicit_blocks.weights.weight_norm import add_weight_norm
 
@@ -27,25 +27,7 @@ def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             y = run(mixer, z, u, cuts)[0] if cuts else forward(mixer, z, u)
             return (y * weights).sum()
 
-        found = torch.autograd.grad(loss(), list(tensors.values()), allow_unused=True)
-        step, generator = 1e-6, torch.Generator().manual_seed(4)
-        for (name, tensor), gradient in zip(tensors.items(), found, strict=True):
-            direction = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
-            with torch.no_grad():
-                tensor += step * direction
-                above = loss()
-                tensor -= 2 * step * direction
-                below = loss()
-                tensor += step * direction
-            numeric = float((above - below) / (2 * step))
-            analytic = 0.0 if gradient is None else float((gradient * direction).sum())
-            require(
-                abs(numeric - analytic) <= 1e-6 * max(1.0, abs(numeric)),
-                mixer,
-                "gradients",
-                f"through {way}, along a random direction of {name}, the gradient is {analytic:.8g}, "
-                f"finite differences {numeric:.8g}; detach nothing",
-            )
+        check_gradients(mixer, loss, tensors, seed=4, way=f"through {way}, ")
 
 
 @torch.no_grad()

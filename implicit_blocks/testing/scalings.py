@@ -16,7 +16,7 @@ from torch import Tensor
 from implicit_blocks.registry import build
 from implicit_blocks.scalings.scaling import Scaling
 from implicit_blocks.specs import ScalingSpec
-from implicit_blocks.testing.contract import named, relative_error, require
+from implicit_blocks.testing.contract import check_gradients, named, relative_error, require
 
 ROWS, LENGTH, WIDTH, LAYERS = 2, 5, 8, 6
 
@@ -95,24 +95,7 @@ def gradients(spec: ScalingSpec) -> None:
         total: Tensor = (scaling(stream, branch) * weights).sum()
         return total
 
-    found = torch.autograd.grad(loss(), list(tensors.values()), allow_unused=True)
-    generator, step = torch.Generator().manual_seed(2), 1e-6
-    for (name, tensor), gradient in zip(tensors.items(), found, strict=True):
-        direction = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
-        with torch.no_grad():
-            tensor += step * direction
-            above = loss()
-            tensor -= 2 * step * direction
-            numeric = float((above - loss()) / (2 * step))
-            tensor += step * direction
-        analytic = 0.0 if gradient is None else float((gradient * direction).sum())
-        require(
-            abs(numeric - analytic) <= 1e-6 * max(1.0, abs(numeric)),
-            scaling,
-            "gradients",
-            f"along a random direction of {name} the gradient is {analytic:.8g}, finite differences "
-            f"{numeric:.8g}; detach nothing",
-        )
+    check_gradients(scaling, loss, tensors)
 
 
 @torch.no_grad()
