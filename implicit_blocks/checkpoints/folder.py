@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -243,23 +243,39 @@ def _umask() -> int:
 
 def write_pickle(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
     """Write ``pytorch_model.bin``, or shards with an index if it would exceed ``max_shard_bytes``."""
+    write_shards(folder, tensors, PICKLE, torch.save, max_shard_bytes=max_shard_bytes)
+
+
+def write_shards(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    name: str,
+    save: Callable[[dict[str, Tensor], Path], None],
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Write tensors as the file ``name``, or as shards with an index if it would exceed ``max_shard_bytes``.
+
+    ``save`` writes one file. It receives copies, because pickles contain the whole storage of a view, and
+    safetensors neither views nor a tensor twice.
+    """
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
-    for name, tensor in tensors.items():
+    for key, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
-        # Cloned, because torch.save writes the whole storage of a view.
-        shards[-1][name] = tensor.detach().clone()
+        shards[-1][key] = tensor.detach().clone().contiguous()
         size += tensor.nbytes
     if len(shards) == 1:
-        torch.save(shards[0], folder / PICKLE)
+        save(shards[0], folder / name)
         return
+    stem, _, suffix = name.rpartition(".")
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        file = f"pytorch_model-{number:05d}-of-{len(shards):05d}.bin"
-        torch.save(shard, folder / file)
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        save(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / f"{PICKLE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (folder / f"{name}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from implicit_blocks.checkpoints.find import CONFIG, SAFETENSORS
-from implicit_blocks.checkpoints.folder import read_file, read_tensors
+from implicit_blocks.checkpoints.folder import read_file, read_tensors, write_shards
 from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf.architectures import architecture_for, export_config, find, inner_config
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
@@ -81,24 +82,5 @@ def write_folder(
 
 def write_safetensors(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
     """Write ``model.safetensors``, or shards with an index if it would exceed ``max_shard_bytes``."""
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        # Cloned, because the format stores no views and no tensor twice.
-        shards[-1][name] = tensor.detach().clone().contiguous()
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / SAFETENSORS, metadata={"format": "pt"})
-        return
-    stem = SAFETENSORS.removesuffix(".safetensors")
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / f"{SAFETENSORS}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    save = partial(save_file, metadata={"format": "pt"})
+    write_shards(folder, tensors, SAFETENSORS, save, max_shard_bytes=max_shard_bytes)
