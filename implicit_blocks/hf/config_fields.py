@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 NEUTRAL = frozenset(
@@ -129,13 +129,26 @@ class ConfigFields:
         """
         for name in _SWITCHES:
             self.expect(name, default=False)
-        unknown = sorted(
-            name
-            for name, value in self._config.items()
-            if name not in self._read and name not in NEUTRAL and value is not None
+        refuse_unread(
+            f"this configuration of model type {model_type!r} cannot be converted",
+            self._config,
+            self._read | NEUTRAL,
+            self.complaints,
         )
-        remedy = "an unknown field; remove it if the logits do not depend on it"
-        found = [*self.complaints, *(f"{name} is {self._config[name]!r}, {remedy}" for name in unknown)]
-        if found:
-            listed = "".join(f"\n  {complaint}" for complaint in found)
-            raise ValueError(f"this configuration of model type {model_type!r} cannot be converted:{listed}")
+
+
+def refuse_unread(
+    failure: str, config: Mapping[str, Any], known: Collection[str], complaints: Sequence[str]
+) -> None:
+    """Raise one error for all complaints and all fields of a configuration that are not known.
+
+    Raises:
+        ValueError: begins with ``failure``; there are complaints or unknown fields that are not null.
+
+    """
+    unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
+    remedy = "an unknown field; remove it if no output depends on it"
+    lines = [*complaints, *(f"{name} is {config[name]!r}: {remedy}" for name in unknown)]
+    if lines:
+        listed = "".join(f"\n  {line}" for line in lines)
+        raise ValueError(f"{failure}:{listed}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from implicit_blocks.hf.config_fields import NEUTRAL
+from implicit_blocks.hf.config_fields import NEUTRAL, refuse_unread
 
 ANY_MODEL = NEUTRAL | {"auto_map", "is_encoder_decoder", "keys_to_ignore_at_inference"}
 """Fields of any transformers configuration; the last three name classes and options of calls."""
-
 
 MOST_LAYERS = 4096
 
@@ -112,21 +111,8 @@ class PublishedFields:
             ValueError: there are complaints or unknown fields.
 
         """
-        unknown = sorted(
-            field
-            for field, value in self.config.items()
-            if field not in self._known and field not in ANY_MODEL and value is not None
-        )
-        lines = [
-            *self.complaints,
-            *(
-                f"{field} is {self.config[field]!r}: an unknown field; remove it if no output depends on it"
-                for field in unknown
-            ),
-        ]
-        if lines:
-            listed = "".join(f"\n  {line}" for line in lines)
-            raise ValueError(f"this configuration of {self.name} cannot be read:{listed}")
+        failure = f"this configuration of {self.name} cannot be read"
+        refuse_unread(failure, self.config, self._known | ANY_MODEL, self.complaints)
 
     def _or_default(self, field: str, default: Any) -> Any:
         value = self.take(field)
