@@ -79,6 +79,19 @@ class OutputMap:
     coda: BoundMap | None
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, model: ModelParts, c_BLD: Tensor | None = None, coda: BoundMap | None = None) -> OutputMap:
+        """Return the map of a model, given the prelude's output and the coda's map, where it has them."""
+        spec = model.spec
+        return cls(
+            model.core_projection,
+            c_BLD if spec.core_residual else None,
+            model.norm,
+            spec.norm_before_coda,
+            coda,
+            model.stream_dtype,
+        )
+
     @property
     def pointwise(self) -> bool:
         """Whether the output at a token is a function of the point at that token alone."""
@@ -281,14 +294,7 @@ class ModelParts(TrainingMethods, nn.Module):
         if self.coda is not None and weights.coda is not None:
             like = prepared.c_BLD.to(self.stream_dtype)
             coda = self.coda.bind(prepared.window, states=prepared.coda, start_BLD=like, weights=weights.coda)
-        return OutputMap(
-            self.core_projection,
-            prepared.c_BLD if self.spec.core_residual else None,
-            self.norm,
-            self.spec.norm_before_coda,
-            coda,
-            self.stream_dtype,
-        )
+        return OutputMap.of(self, prepared.c_BLD, coda)
 
     def predict(self, z_BLD: Tensor) -> Tensor:
         """Return the logits ``E z``, (…, V), in float32 or better, of the output of ``encode``, (…, D).

@@ -167,10 +167,7 @@ def exit_of_points(model: ImplicitLM, search: SearchOptions) -> Exit | None:
         ValueError: the criterion reads predictions, which depend on other tokens here.
 
     """
-    spec = model.spec
-    output = OutputMap(
-        model.core_projection, None, model.norm, spec.norm_before_coda, None, model.stream_dtype
-    )
+    spec, output = model.spec, OutputMap.of(model)
     criterion = _bound_criterion(model, lambda points: model.predict(output(points)), search)
     if criterion is not None and criterion.reads == "predict" and (spec.coda or spec.core_residual):
         raise ValueError(

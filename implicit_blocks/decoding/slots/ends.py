@@ -108,15 +108,8 @@ class SlotEnds:
                 tokens_R,
                 self.weights.coda,
             )
-        output = OutputMap(
-            model.core_projection,
-            None if self.c_SD is None else self.c_SD[rows_R][:, None],
-            model.norm,
-            model.spec.norm_before_coda,
-            coda,
-            model.stream_dtype,
-        )
-        hidden, after = output.commit(z_R1C)
+        c_R1D = None if self.c_SD is None else self.c_SD[rows_R][:, None]
+        hidden, after = OutputMap.of(model, c_R1D, coda).commit(z_R1C)
         for states, layer in zip(self.coda, after, strict=True):
             states.write(rows_R, layer, pending)
         self.hidden_SD[rows_R] = torch.where(pending[:, None], hidden[:, 0], self.hidden_SD[rows_R])
