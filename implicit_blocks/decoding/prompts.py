@@ -58,7 +58,7 @@ def check_search(search: SearchKwargs) -> None:
 
 def needed_ids(model: LanguageModel, ids_BL: Tensor) -> Tensor | None:
     """Return the tokens for ``model.encode`` where a mixer reads them, as value embeddings do; else None."""
-    return ids_BL if any(block.mixer.needs_token_ids for block in model.state_blocks()) else None
+    return ids_BL if model.needs_token_ids else None
 
 
 def check_prompts(

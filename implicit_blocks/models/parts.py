@@ -156,6 +156,8 @@ class ModelParts(TrainingMethods, nn.Module):
     def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.core_loops = 1
+        """The number of states that each layer of the core keeps of a token: 1, or one per loop."""
 
         def stack(layout: StackLayout, *, norm: bool = False) -> Stack:
             return Stack(
@@ -182,10 +184,10 @@ class ModelParts(TrainingMethods, nn.Module):
         )
         self.coda = stack(stacks["coda"]) if "coda" in stacks else None
         self.norm = norm(spec.final_norm)
+        self.needs_token_ids = any(block.mixer.needs_token_ids for block in self.state_blocks())
+        """Whether a mixer reads the token IDs of a window, as value embeddings do."""
         self.injection: Injection | None = None
         self.depth: Depth | None = None
-        self.core_loops = 1
-        """The number of states that each layer of the core keeps of a token: 1, or one per loop."""
         self.agree: Agreement | None = None
         """How ranks that must make equally many iterations agree to stop; None: each rank stops alone."""
 
@@ -243,7 +245,7 @@ class ModelParts(TrainingMethods, nn.Module):
             gaps=inputs.gaps,
             dtype=self.stream_dtype,
         )
-        if any(block.mixer.needs_token_ids for block in self.state_blocks()):
+        if self.needs_token_ids:
             window = replace(window, ids_BL=inputs.ids_BL)
         x_BLD = scaled(inputs.x_BLD, self.spec.embedding_scale)
         first = 0 if self.prelude is None else len(self.prelude.layers)

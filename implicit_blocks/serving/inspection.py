@@ -145,10 +145,8 @@ def _reports(
         options = SearchOptions(
             tolerance=options.tolerance, max_iterations=options.max_iterations, trajectory=calls
         )
-    read = any(block.mixer.needs_token_ids for block in model.state_blocks())
-    encoded = model.encode(
-        model.embedding(ids), search=options, trace=implicit, **({"ids_BL": ids} if read else {})
-    )
+    read = {"ids_BL": ids} if model.needs_token_ids else {}
+    encoded = model.encode(model.embedding(ids), search=options, trace=implicit, **read)
 
     def scored(hidden_BLD: torch.Tensor, count: int) -> Any:
         logits = model.predict(hidden_BLD[0])[:, : model.spec.vocab_size]

@@ -78,5 +78,4 @@ def score_prompts(
 
 def _ids(model: Any, ids_BL: Tensor) -> dict[str, Tensor]:
     """Return the tokens as an argument of ``encode`` where a mixer reads them."""
-    needed = any(block.mixer.needs_token_ids for block in model.state_blocks())
-    return {"ids_BL": ids_BL} if needed else {}
+    return {"ids_BL": ids_BL} if model.needs_token_ids else {}

@@ -134,7 +134,7 @@ class SlotEnds:
 def window_of_slots(model: LanguageModel, lengths_R: Tensor, tokens_R: Tensor | None) -> Window:
     """Return a window of one token in each of some slots, after ``lengths_R`` tokens."""
     ids_R1 = None
-    if tokens_R is not None and any(block.mixer.needs_token_ids for block in model.state_blocks()):
+    if tokens_R is not None and model.needs_token_ids:
         ids_R1 = tokens_R[:, None]
     return Window(
         batch_size=len(lengths_R),
