@@ -100,8 +100,9 @@ class ImplicitLM(ModelParts):
             trace: keep the residual of every iteration (with a single window).
             return_logits: False computes the loss in chunks of tokens, so that (B, L, V) is never allocated;
                 requires labels.
-            search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of
-                this call's search, instead of the spec's (``SearchOptions``).
+            search: options of this call's search, instead of the spec's: ``tolerance``, ``max_iterations``,
+                ``damping``, ``warm_start``, ``moving_average``, ``loops``, ``start``, ``trajectory`` and
+                ``exit``; `SearchOptions` describes each.
 
         Raises:
             ValueError: where shapes do not fit, the window is shorter than a token, tokens or labels are
