@@ -7,10 +7,12 @@ Shape legend: B batch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import Map, RowMap
+from implicit_blocks.interfaces import Map, RowMap, SearchLike
 from implicit_blocks.solution import Solution
 
 
@@ -29,6 +31,33 @@ def replace_diverged(f: Map, z0: Tensor, solution: Solution) -> tuple[Map, Tenso
     another = torch.argmin(diverged.to(torch.uint8))
     rows = torch.where(diverged, another, own)
     return f.select_rows(rows), rows
+
+
+class Found(NamedTuple):
+    """A solution, and one differentiable call of the map at it."""
+
+    solution: Solution
+    z: Tensor
+    """The point, a leaf of the graph; rows that have diverged evaluate another row, or their start."""
+    fz: Tensor
+    """The map's value there."""
+    has_diverged: bool
+    """Whether some rows have diverged, but not all."""
+
+    def restore(self, value: Tensor) -> Tensor:
+        """Return ``value`` (B, …) with the search's values in rows that have diverged, without a gradient."""
+        return restore_diverged(value, self.solution.z, self.solution) if self.has_diverged else value
+
+
+def call_at_solution(f: Map, z0: Tensor, search: SearchLike) -> Found:
+    """Search from ``z0`` (B, …), then call ``f`` once at the result, with gradients and without bad rows."""
+    solution = search(f, z0)
+    z, has_diverged = solution.z, solution.some_diverged()
+    if has_diverged:
+        f, rows = replace_diverged(f, z0, solution)
+        z = z[rows]
+    z = z.detach().requires_grad_()
+    return Found(solution, z, f(z), has_diverged)
 
 
 def _fixed_at_start(f: Map, z0: Tensor, solution: Solution) -> Map:

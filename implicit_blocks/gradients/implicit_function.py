@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_part
-from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
+from implicit_blocks.gradients.diverged import call_at_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solver
 from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.search.search import Search
@@ -57,23 +57,12 @@ class ImplicitFunction(GradientEstimator):
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""
-        found = search(f, z0)
-        z, rows = found.z, None
-        if found.some_diverged():
-            f, rows = replace_diverged(f, z0, found)
-            z = z[rows]
-        z = z.detach().requires_grad_()
-        fz = f(z)
-        adjoint = Adjoint()
-        if not fz.requires_grad:  # a map that depends on nothing differentiable, not even on z
-            return found.with_value(
-                fz if rows is None else restore_diverged(fz, found.z, found), adjoint=adjoint
-            )
-        backward = Search(solver=self.solver, stopping=self.stopping)
-        value = _Implicit.apply(fz, z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if rows is not None:
-            value = restore_diverged(value, found.z, found)
-        return found.with_value(value, adjoint=adjoint)
+        found = call_at_solution(f, z0, search)
+        value, adjoint = found.fz, Adjoint()
+        if value.requires_grad:  # else the map depends on nothing differentiable, not even on z
+            backward = Search(solver=self.solver, stopping=self.stopping)
+            value = _Implicit.apply(value, found.z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return found.solution.with_value(found.restore(value), adjoint=adjoint)
 
 
 class _Implicit(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
+from implicit_blocks.gradients.diverged import call_at_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.ops.residual import norm
 from implicit_blocks.ops.transforms import first_derivatives_only
@@ -55,17 +55,11 @@ class OneStepAdjoint(GradientEstimator):
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the gradient of one call at the result."""
-        found = search(f, z0)
-        z, rows = found.z, None
-        if found.some_diverged():
-            f, rows = replace_diverged(f, z0, found)
-            z = z[rows]
-        z = z.detach().requires_grad_()
-        fz = f(z)
-        if not fz.requires_grad:  # a map that depends on nothing differentiable, not even on z
-            return found
-        value = _OneStep.apply(fz, z, self.max_norm_ratio)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return found.with_value(value if rows is None else restore_diverged(value, found.z, found))
+        found = call_at_solution(f, z0, search)
+        if not found.fz.requires_grad:  # a map that depends on nothing differentiable, not even on z
+            return found.solution
+        value = _OneStep.apply(found.fz, found.z, self.max_norm_ratio)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return found.solution.with_value(found.restore(value))
 
 
 class _OneStep(torch.autograd.Function):
