@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from implicit_blocks import __version__, registry
+from implicit_blocks._utils.arguments import add_model_arguments, optional_packages
 from implicit_blocks._utils.hints import without_torch
 from implicit_blocks.registry.scaffold import FAMILIES
 from implicit_blocks.serving.command import add_inspect_arguments, add_serve_arguments
@@ -214,7 +214,7 @@ def _add_convert(commands: Any) -> None:
 def _convert(options: argparse.Namespace) -> None:
     from implicit_blocks.hf.convert import convert
 
-    with _optional_packages():
+    with optional_packages():
         convert(
             options.source,
             options.destination,
@@ -246,7 +246,7 @@ def _add_export(commands: Any) -> None:
 def _export(options: argparse.Namespace) -> None:
     from implicit_blocks.hf.convert import export
 
-    with _optional_packages():
+    with optional_packages():
         export(
             options.spec,
             options.destination,
@@ -259,17 +259,9 @@ def _export(options: argparse.Namespace) -> None:
 
 def _add_generate(commands: Any) -> None:
     command = _add(commands, "generate", "continue prompts with a trained model")
-    command.add_argument(
-        "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
-    )
+    add_model_arguments(command)
     command.add_argument(
         "prompts", nargs="+", metavar="PROMPT", help="text; without a tokenizer, token ids: '0 3 2'"
-    )
-    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
-    command.add_argument(
-        "--tokenizer",
-        type=Path,
-        help="tokenizer.json, a directory with one, or bytes (default: that of the source or the run's data)",
     )
     command.add_argument(
         "--max-new-tokens",
@@ -295,14 +287,13 @@ def _add_generate(commands: Any) -> None:
     command.add_argument(
         "--tolerance", type=float, metavar="X", help="search tolerance (default: the spec's)"
     )
-    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
     command.set_defaults(command=_generate)
 
 
 def _generate(options: argparse.Namespace) -> None:
     from implicit_blocks.decoding.command import continue_prompts
 
-    with _optional_packages():
+    with optional_packages():
         continue_prompts(
             options.source,
             options.prompts,
@@ -324,17 +315,6 @@ def _add_serve(commands: Any) -> None:
 
 def _add_inspect(commands: Any) -> None:
     add_inspect_arguments(_add(commands, "inspect", "write a report of a text's searches as one HTML file"))
-
-
-@contextlib.contextmanager
-def _optional_packages() -> Iterator[None]:
-    """Report a missing optional package as a user error; other import errors pass."""
-    try:
-        yield
-    except ImportError as error:
-        if error.name != "transformers":
-            raise
-        raise ValueError(str(error)) from None
 
 
 def _summary(spec: type[Any]) -> str:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from implicit_blocks._utils.arguments import add_model_arguments, optional_packages
 from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.serving.options import KEY_VARIABLE, ServerOptions
 
@@ -19,17 +20,8 @@ _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``serve``."""
     defaults = ServerOptions()
-    command.add_argument(
-        "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
-    )
-    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
-    command.add_argument(
-        "--tokenizer",
-        type=Path,
-        help="tokenizer.json, a directory with one, or bytes (default: that of the source or the run's data)",
-    )
+    add_model_arguments(command)
     command.add_argument("--name", help="name of the model in requests (default: that of the source)")
-    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
     command.add_argument(
         "--host",
         default=defaults.host,
@@ -68,23 +60,14 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
 
 def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect``."""
-    command.add_argument(
-        "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
-    )
+    add_model_arguments(command)
     command.add_argument("text", help="text; without a tokenizer, token ids: '0 3 2'")
     command.add_argument("--output", type=Path, required=True, help="HTML file to write")
-    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
-    command.add_argument(
-        "--tokenizer",
-        type=Path,
-        help="tokenizer.json, a directory with one, or bytes (default: that of the source or the run's data)",
-    )
     command.add_argument(
         "--max-new-tokens", type=int, default=0, metavar="N", help="continue the text (default: 0)"
     )
     command.add_argument("--tolerance", type=float, metavar="X", help="tolerance (default: the spec's)")
     command.add_argument("--max-iterations", type=int, metavar="N", help="iterations (default: the spec's)")
-    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
     command.set_defaults(command=write_inspection)
 
 
@@ -100,12 +83,8 @@ def write_inspection(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens is {arguments.max_new_tokens}; choose 0 or more")
     names = ("max_new_tokens", "tolerance", "max_iterations", "tokenizer", "spec", "device")
-    try:
+    with optional_packages():
         report = inspect(arguments.source, arguments.text, **{n: getattr(arguments, n) for n in names})
-    except ImportError as error:
-        if error.name != "transformers":
-            raise
-        raise ValueError(str(error)) from None
     report.save(arguments.output)
     print(f"wrote {arguments.output}")
 
@@ -130,7 +109,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     listening = listen(options)  # before the model is loaded, which may take minutes
     with listening:
-        try:
+        with optional_packages():
             app = load(
                 arguments.source,
                 options,
@@ -139,10 +118,6 @@ def serve(arguments: argparse.Namespace) -> None:
                 tokenizer=arguments.tokenizer,
                 device=arguments.device,
             )
-        except ImportError as error:
-            if error.name != "transformers":
-                raise
-            raise ValueError(str(error)) from None
         print(f"serving {arguments.source} at {address_of(listening)} (Ctrl-C stops)", file=sys.stderr)
         with contextlib.suppress(KeyboardInterrupt):  # raised again after the graceful end
             make_server(app, options).run(sockets=[listening])
