@@ -16,7 +16,8 @@ from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import load_spec, spec_name
-from trainer.checkpoint.load import STATE_FILE, newest_sound_checkpoint
+from trainer.checkpoint.folder import STATE_FILE, newest_sound_checkpoint
+from trainer.run.trainable_model import ConvertsToTransformers, LimitsLength
 from trainer.storage.run_folder import RunFolder
 
 DEFAULT_LENGTH = 2048
@@ -147,9 +148,8 @@ def longest_request(model: nn.Module) -> int | None:
     """Return the maximum number of tokens for which a model has positions; None: unlimited."""
     if isinstance(model, LanguageModel):
         return None
-    if hasattr(model, "longest"):
-        known: Any = model.longest
-        return None if known is None else int(known)
+    if isinstance(model, LimitsLength):
+        return model.longest
     most = getattr(as_transformers(model).config, "max_position_embeddings", None)
     return None if most is None else int(most)
 
@@ -167,9 +167,8 @@ def as_transformers(model: nn.Module) -> Any:
         from implicit_blocks.hf.folders import from_library
 
         return from_library(model, max_position_embeddings=ANY_LENGTH)
-    convert: Any = getattr(model, "to_transformers", None)
-    if convert is None:
+    if not isinstance(model, ConvertsToTransformers):
         raise ValueError(
             f"lm-eval cannot evaluate a {type(model).__name__}: it has no method to_transformers()"
         )
-    return convert()
+    return model.to_transformers()

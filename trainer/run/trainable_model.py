@@ -137,6 +137,15 @@ class ChecksInputs(Protocol):
 
 
 @runtime_checkable
+class LimitsLength(Protocol):
+    """May have positions for a limited number of tokens."""
+
+    @property
+    def longest(self) -> int | None:
+        """The largest number of tokens; None: unlimited."""
+
+
+@runtime_checkable
 class ConvertsToTransformers(Protocol):
     """Can be exported as a folder for transformers' ``from_pretrained``."""
 
@@ -156,5 +165,7 @@ if TYPE_CHECKING:  # the type checker verifies that each model implements its pr
     ) -> tuple[Reconfigures, CapturesGraphs, AgreesOnStopping, SearchesFixedPoints]:
         return model, model, model, model
 
-    def _transformers_model(model: TransformersLM) -> tuple[ChecksInputs, ConvertsToTransformers]:
-        return model, model
+    def _transformers_model(
+        model: TransformersLM,
+    ) -> tuple[ChecksInputs, ConvertsToTransformers, LimitsLength]:
+        return model, model, model
