@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.checkpoint.load import Checkpointer, TrainingProgress, load_checkpoint
+from trainer.checkpoint.folder import TrainingProgress
+from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.staging import Staging, own_share
-from trainer.checkpoint.writer import named_tensors
+from trainer.checkpoint.writer import Checkpointer, named_tensors
 from trainer.distributed import join, lay_out, leave
 from trainer.optim.optimizers import optimizer_state
 from trainer.specs.distributed import DistributedSpec

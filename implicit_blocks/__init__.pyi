@@ -15,7 +15,6 @@ from implicit_blocks.exits import Readout as Readout
 from implicit_blocks.exits import exit_distribution as exit_distribution
 from implicit_blocks.exits import first_exit as first_exit
 from implicit_blocks.fixed_point import FixedPoint as FixedPoint
-from implicit_blocks.fixed_point import solve_fixed_point as solve_fixed_point
 from implicit_blocks.gradients import *  # noqa: F403 - all that it registers
 from implicit_blocks.gradients import jacobian_free as jacobian_free
 from implicit_blocks.injections import *  # noqa: F403 - all that it registers
@@ -55,6 +54,7 @@ from implicit_blocks.scalings.scaling import Scaling as Scaling
 from implicit_blocks.search.convergence_watch import ConvergenceWarning as ConvergenceWarning
 from implicit_blocks.search.loops import LoopCounts as LoopCounts
 from implicit_blocks.search.search import Search as Search
+from implicit_blocks.search.search import solve_fixed_point as solve_fixed_point
 from implicit_blocks.serving.inspection import inspect as inspect
 from implicit_blocks.solution import Adjoint as Adjoint
 from implicit_blocks.solution import Solution as Solution

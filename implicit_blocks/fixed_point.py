@@ -18,7 +18,7 @@ from implicit_blocks.interfaces import GradientEstimator, Map, Solver
 from implicit_blocks.ops.transforms import is_transformed
 from implicit_blocks.search.convergence_watch import ConvergenceWarning, expects_convergence
 from implicit_blocks.search.options import SearchOptions
-from implicit_blocks.search.search import solve_fixed_point as solve_fixed_point  # also imported from here
+from implicit_blocks.search.search import solve_fixed_point
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping

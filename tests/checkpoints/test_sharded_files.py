@@ -19,15 +19,9 @@ from torch.distributed.checkpoint import save as save_with_torch
 
 from implicit_blocks.checkpoints.sharded import expect_one_process, read_whole_tensors, tensor_index
 from implicit_blocks.checkpoints.tensor_index import INDEX, PICKLED_INDEX
-from trainer.checkpoint.folder import STATE_FILE
-from trainer.checkpoint.load import (
-    Checkpointer,
-    TrainingProgress,
-    load_checkpoint,
-    read_model_tensors,
-    step_name,
-    verify_checkpoint,
-)
+from trainer.checkpoint.folder import STATE_FILE, TrainingProgress, step_name, verify_checkpoint
+from trainer.checkpoint.load import load_checkpoint, read_model_tensors
+from trainer.checkpoint.writer import Checkpointer
 from trainer.errors import CheckpointError
 from trainer.storage.files import digest, read_json, sha256_of, write_json
 

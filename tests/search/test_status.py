@@ -10,8 +10,8 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding.slots.search import SlotSearch
-from implicit_blocks.fixed_point import solve_fixed_point
 from implicit_blocks.ops import residual
+from implicit_blocks.search.search import solve_fixed_point
 
 DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -13,20 +13,18 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint.folder import prune
-from trainer.checkpoint.load import (
-    Checkpointer,
+from implicit_blocks.checkpoints.find import list_checkpoints
+from trainer.checkpoint.folder import (
     TrainingProgress,
-    _restore_random,
-    list_checkpoints,
-    load_checkpoint,
     newest_sound_checkpoint,
-    read_model_tensors,
+    prune,
     set_aside,
     step_name,
     verify_checkpoint,
 )
+from trainer.checkpoint.load import _restore_random, load_checkpoint, read_model_tensors
 from trainer.checkpoint.rng import random_state, restore_random_state, seed_everything
+from trainer.checkpoint.writer import Checkpointer
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, FailedSaveError
 from trainer.storage.files import digest

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from implicit_blocks.checkpoints.find import list_checkpoints
 from trainer.checkpoint.folder import read_state
-from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from trainer.checkpoint.load import read_model_tensors
 from trainer.data.source import Batch
 from trainer.distributed import Ranks
 from trainer.errors import NonFiniteLossError

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import implicit_blocks as ib
+from implicit_blocks.checkpoints.find import list_checkpoints
 from implicit_blocks.specs import SpecError
-from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from trainer.checkpoint.load import read_model_tensors
 from trainer.estimate.memory import estimate_memory
 from trainer.optim.ema import WeightAverage
 from trainer.reporting.metrics import read_metrics

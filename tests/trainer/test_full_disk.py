@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint.load import list_checkpoints, verify_checkpoint
+from implicit_blocks.checkpoints.find import list_checkpoints
+from trainer.checkpoint.folder import verify_checkpoint
 from trainer.reporting.metrics import MetricsFile, read_metrics
 
 SETTINGS = [

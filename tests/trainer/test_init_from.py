@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from implicit_blocks.checkpoints.find import list_checkpoints
 from implicit_blocks.specs import ExplicitLMSpec, load_spec
 from trainer.checkpoint import export as exporting
-from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from trainer.checkpoint.load import read_model_tensors
 from trainer.errors import CheckpointError, RunFolderError
 from trainer.estimate.dry_run import dry_run_report
 from trainer.reporting.metrics import read_metrics

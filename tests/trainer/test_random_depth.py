@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from implicit_blocks.checkpoints.find import list_checkpoints
+from trainer.checkpoint.load import read_model_tensors
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build
 from trainer.specs.run import RunSpec

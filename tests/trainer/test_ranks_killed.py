@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from implicit_blocks.checkpoints.find import list_checkpoints
+from trainer.checkpoint.load import read_model_tensors
 from trainer.reporting.metrics import read_metrics
 
 SETTINGS = [

@@ -15,7 +15,8 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks.checkpoints.find import read_newest, require_whole
-from trainer.checkpoint.load import Checkpointer, TrainingProgress, newest_sound_checkpoint, step_name
+from trainer.checkpoint.folder import TrainingProgress, newest_sound_checkpoint, step_name
+from trainer.checkpoint.writer import Checkpointer
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder, claim_folder

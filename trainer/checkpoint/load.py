@@ -15,44 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from implicit_blocks.checkpoints.find import MODEL_PREFIX, list_checkpoints
+from implicit_blocks.checkpoints.find import MODEL_PREFIX
 from implicit_blocks.checkpoints.sharded import load_tensors, read_whole_tensors, tensor_index
 from trainer.checkpoint.folder import (
-    FORMAT,
     OPTIMIZER_PREFIX,
-    STATE_FILE,
     TRAINING_PREFIX,
     TrainingProgress,
-    newest_sound_checkpoint,
     rank_file,
     read_state,
-    set_aside,
-    step_name,
     verify_checkpoint,
 )
 from trainer.checkpoint.rng import restore_random_state, seed_everything
-from trainer.checkpoint.writer import Checkpointer, SaveTimes, named_tensors
+from trainer.checkpoint.writer import named_tensors
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError
 from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizers import load_optimizer_state
 from trainer.run.trainable_model import MatchesCounters
 from trainer.storage.files import read_json
-
-__all__ = [
-    "FORMAT",
-    "STATE_FILE",
-    "Checkpointer",
-    "SaveTimes",
-    "TrainingProgress",
-    "list_checkpoints",
-    "load_checkpoint",
-    "newest_sound_checkpoint",
-    "read_model_tensors",
-    "set_aside",
-    "step_name",
-    "verify_checkpoint",
-]
 
 
 def load_checkpoint(

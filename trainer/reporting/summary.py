@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint.load import SaveTimes, TrainingProgress
+from trainer.checkpoint.folder import TrainingProgress
+from trainer.checkpoint.writer import SaveTimes
 from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.display import counted, duration, magnitude
 from trainer.reporting.metrics import json_value, rounded

@@ -15,9 +15,11 @@ from torch import nn
 from implicit_blocks import registry
 from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks.checkpoints.find import list_checkpoints
 from implicit_blocks.specs import load_spec
 from trainer.callbacks import CallbackContext, CallbackDispatcher
-from trainer.checkpoint.load import TrainingProgress, list_checkpoints, load_checkpoint
+from trainer.checkpoint.folder import TrainingProgress
+from trainer.checkpoint.load import load_checkpoint
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.rng import seed_everything
 from trainer.checkpoint.writer import Checkpointer

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from implicit_blocks.checkpoints.find import list_checkpoints
 from implicit_blocks.specs import load_spec
-from trainer.checkpoint.load import (
+from trainer.checkpoint.folder import (
     TrainingProgress,
-    list_checkpoints,
-    load_checkpoint,
     newest_sound_checkpoint,
     set_aside,
     step_name,
     verify_checkpoint,
 )
+from trainer.checkpoint.load import load_checkpoint
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, RunFolderError
 from trainer.optim.ema import WeightAverage

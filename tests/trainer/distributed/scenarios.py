@@ -262,7 +262,9 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     from implicit_blocks import registry
     from implicit_blocks.specs import load_spec
     from trainer.checkpoint import staging as checkpoint_staging
-    from trainer.checkpoint.load import Checkpointer, TrainingProgress, load_checkpoint
+    from trainer.checkpoint.folder import TrainingProgress
+    from trainer.checkpoint.load import load_checkpoint
+    from trainer.checkpoint.writer import Checkpointer
     from trainer.distributed import lay_out
     from trainer.optim.optimizers import optimizer_state
     from trainer.specs.distributed import DistributedSpec

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from implicit_blocks.checkpoints.find import list_checkpoints
+from trainer.checkpoint.load import read_model_tensors
 from trainer.optim.ema import WeightAverage
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build

@@ -21,7 +21,8 @@ from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import format_error
 from implicit_blocks.specs.loading import merge_runs, resolve
-from trainer.checkpoint.load import STATE_FILE, TrainingProgress, load_checkpoint, newest_sound_checkpoint
+from trainer.checkpoint.folder import STATE_FILE, TrainingProgress, newest_sound_checkpoint
+from trainer.checkpoint.load import load_checkpoint
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.errors import CheckpointError
 from trainer.reporting.metrics import read_metrics
