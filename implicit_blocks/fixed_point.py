@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from implicit_blocks._utils.describe import shape_and_type
 from implicit_blocks._utils.validation import require_part
-from implicit_blocks.contract_checks import shape_and_type
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
 from implicit_blocks.ops.transforms import is_transformed

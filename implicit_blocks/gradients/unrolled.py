@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks._utils.validation import require_count
-from implicit_blocks.contract_checks import point_and_state
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
-from implicit_blocks.search.loop import still_at_padding
+from implicit_blocks.search.loop import point_and_state, still_at_padding
 from implicit_blocks.solution import Solution
 
 

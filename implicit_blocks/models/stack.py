@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from implicit_blocks.contract_checks import check_mixed, mixed_and_state
+from implicit_blocks._utils.describe import described
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import Mixer, State, Window
 from implicit_blocks.layers import RMSNorm
 from implicit_blocks.models.stack_specs import NormPlacement
 from implicit_blocks.models.stack_specs import Stack as StackLayout
 from implicit_blocks.registry import build
+from implicit_blocks.registry.contracts import require
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm
 
@@ -103,7 +104,7 @@ class Block(nn.Module):
         return self._add(z, mixed, context), after
 
     def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Stream:
-        check_mixed(self.mixer, mixed, z)
+        _check_mixed(self.mixer, mixed, z)
         first, second = context.masks or (None, None)
         stream = self._sum(z, mixed, first, self.mixer_post_norm, self.mixer_scaling)
         if self.mlp is None:
@@ -448,3 +449,39 @@ def _recomputed(function: Callable[..., Value], *arguments: Any) -> Value:
     # The map is pure and its dropout masks are drawn beforehand: there is no random state to restore.
     value: Value = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return value
+
+
+def mixed_and_state(mixer: Mixer, returned: Any) -> tuple[Any, Any]:
+    """Return the mixed window and the state that ``advance`` returned.
+
+    Raises:
+        ContractError: it did not return a tuple of two.
+
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        require(
+            False,
+            mixer,
+            "mixes a window",
+            f"advance returned {described(returned)}; return a tuple of the mixed window and the state "
+            "after it",
+        )
+    mixed, state = returned
+    return mixed, state
+
+
+def _check_mixed(mixer: Mixer, mixed: Any, z_BLD: Tensor) -> None:
+    """Check that a mixer returns a floating-point tensor of the window's shape, (B, L, D).
+
+    Raises:
+        ContractError: it does not.
+
+    """
+    if not isinstance(mixed, Tensor) or mixed.shape != z_BLD.shape or not mixed.is_floating_point():
+        require(
+            False,
+            mixer,
+            "mixes a window",
+            f"it returned {described(mixed)} for {described(z_BLD)}; return the window's shape and a "
+            "floating-point type (and from advance a tuple of that and the state after the window)",
+        )

@@ -18,15 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.contract_checks import (
-    check_next_point,
-    check_solver_state,
-    check_updated_state,
-    point_and_state,
-)
+from implicit_blocks._utils.describe import described
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
+from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage
 from implicit_blocks.search.compaction import FullResults, RowCompaction, drop_prefix, take_rows
@@ -304,3 +300,84 @@ def still_at_padding(fz: Tensor, z: Tensor, valid_BL: Tensor | None) -> Tensor:
     if valid_BL is None:
         return fz
     return torch.where(valid_BL.view(*valid_BL.shape, *[1] * (z.ndim - 2)), fz, z)
+
+
+# ------------------------------------------------------------------------------------ checks of the solver
+
+
+# They look at shapes and types only, which are known without waiting for a device.
+
+
+def check_solver_state(solver: Solver, state: Any, elements: int) -> None:
+    """Check that every leaf of a solver's state is a tensor (E, …).
+
+    Raises:
+        ContractError: another kind of leaf, or another first dimension.
+
+    """
+    for leaf in pytree.tree_leaves(state):
+        fits = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == elements
+        if not fits:  # the description below is costly
+            require(
+                False,
+                solver,
+                "state layout",
+                f"its state contains {described(leaf)}, but the search has {elements} elements; every leaf, "
+                "counters included, must be a tensor with the elements as first dimension",
+            )
+
+
+def check_updated_state(solver: Solver, state: Any, before: Any, elements: int) -> None:
+    """Check that an update keeps the state's structure, shapes and types.
+
+    Raises:
+        ContractError: one of them has changed.
+
+    """
+    check_solver_state(solver, state, elements)
+    (old, old_form), (new, new_form) = pytree.tree_flatten(before), pytree.tree_flatten(state)
+    same = old_form == new_form
+    if not same or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(old, new, strict=True)):
+        was, now = (", ".join(map(described, leaves)) or "nothing" for leaves in (old, new))
+        require(
+            False,
+            solver,
+            "state layout",
+            f"update received a state of {was} and returned a state of {now}; structure, shapes and types "
+            "must stay the same, so keep past points in tensors of fixed size that init creates",
+        )
+
+
+def point_and_state(solver: Solver, returned: Any) -> tuple[Any, Any]:
+    """Return the next point and the state that an update returned.
+
+    Raises:
+        ContractError: it did not return a tuple of two; a tensor would be unpacked by its rows.
+
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        require(
+            False,
+            solver,
+            "next point",
+            f"update returned {described(returned)}; return a tuple of the next point and the state: z, "
+            "state",
+        )
+    z, state = returned
+    return z, state
+
+
+def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor) -> None:
+    """Check that the point that a solver proposes has the shape (E, F) and type of the one before.
+
+    Raises:
+        ContractError: it has not.
+
+    """
+    if not isinstance(proposed, Tensor) or proposed.shape != z_EF.shape or proposed.dtype != z_EF.dtype:
+        require(
+            False,
+            solver,
+            "next point",
+            f"update returned {described(proposed)} for a point that is {described(z_EF)}; they must agree",
+        )

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from implicit_blocks._utils.describe import described
 from implicit_blocks._utils.validation import require_count, require_share
-from implicit_blocks.contract_checks import check_solution
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchingSolver, Solver
 from implicit_blocks.ops.transforms import is_forward_mode, is_vmapped
+from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage
 from implicit_blocks.search.compaction import RowCompaction
@@ -257,7 +258,7 @@ def solve_fixed_point(
     if not torch.is_grad_enabled():
         return bound(f, z0)
     solution = gradient(f, z0, bound)
-    check_solution(gradient, solution, z0)
+    _check_solution(gradient, solution, z0)
     return solution
 
 
@@ -278,4 +279,28 @@ def _refuse_transforms(gradient: GradientEstimator) -> None:
             "forward-mode differentiation would go through the iterations of the search, not through the "
             "gradient estimator; use reverse mode (backward, torch.func.grad, torch.func.vjp), or the "
             "gradient Unrolled, which supports forward mode"
+        )
+
+
+def _check_solution(gradient: GradientEstimator, solution: Any, z0: Tensor) -> None:
+    """Check that a gradient estimator returns a ``Solution`` whose value has the shape of the start.
+
+    Raises:
+        ContractError: it does not.
+
+    """
+    if not isinstance(solution, Solution):
+        require(
+            False,
+            gradient,
+            "returns a Solution",
+            f"it returned {described(solution)}; return the search's solution with your value: "
+            "solution.with_value(z)",
+        )
+    elif solution.z.shape != z0.shape:
+        require(
+            False,
+            gradient,
+            "returns a Solution",
+            f"its value is {described(solution.z)}, the start is {described(z0)}; their shapes must agree",
         )

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.contract_checks import mixed_and_state
 from implicit_blocks.interfaces import Mixer, State, Window
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.stack import mixed_and_state
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.contract_checks import point_and_state
 from implicit_blocks.interfaces import Solver
 from implicit_blocks.registry import build
+from implicit_blocks.search.loop import point_and_state
 from implicit_blocks.search.search import Search
 from implicit_blocks.specs import SolverSpec, Stopping
 from implicit_blocks.testing.contract import named, relative_error, require

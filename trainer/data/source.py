@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.contract_checks import shape_and_type
+from implicit_blocks._utils.describe import shape_and_type
 from implicit_blocks.registry.contracts import require
 
 if TYPE_CHECKING:
