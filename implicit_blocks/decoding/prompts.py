@@ -33,7 +33,7 @@ def check_model(model: LanguageModel) -> None:
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
-    if model.spec.bidirectional:
+    if model.bidirectional:
         raise ValueError(
             "a mixer of the model sees later tokens, so that it cannot predict the next one; choose a causal "
             "mixer (causal: true)"

@@ -98,14 +98,13 @@ class ExplicitLM(ModelParts):
             state=state,
             window_length=window_length,
         )
-        batch, length = x_BLD.shape[:2]
-        state = state if state is not None else self.initial_state(batch)
+        windows = inputs.windows(window_length)
+        commit = return_state or len(windows) > 1
+        check_windows(commit=commit, bidirectional=self.bidirectional)
+        state = state if state is not None else self.initial_state(len(x_BLD))
         weights = weights if weights is not None else self.cache_weights()
-        step = length if window_length is None else min(window_length, length)
-        commit = return_state or step < length
-        check_windows(self.spec, commit=commit)
         parts: list[Encoded] = []
-        for window in inputs.windows(step):
+        for window in windows:
             prepared = self.prepare(window, state, weights=weights, commit=commit)
             f, start_BLC = self.bind_core(prepared, state, weights=weights)
             z_BLC, core = f.commit(start_BLC) if commit else (f(start_BLC), prepared.core)

@@ -10,17 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
+import torch
 from torch import Tensor, nn
 
 from implicit_blocks.injections.base import Injection
-from implicit_blocks.interfaces import GradientEstimator, Solver
+from implicit_blocks.injections.projection import pays_by_token
+from implicit_blocks.interfaces import GradientEstimator, Solver, Window
 from implicit_blocks.models.compatibility import check_reconfigured
 from implicit_blocks.models.inputs import check_forward, check_inputs, check_start, check_windows
 from implicit_blocks.models.objectives import Objective
 from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
 from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, read_out, scaled
 from implicit_blocks.models.sequence_state import SequenceState
-from implicit_blocks.models.solving import following_depth, injects_by_word, loop_counts, solve_window
+from implicit_blocks.models.solving import SearchPlan, following_depth, solve_window
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
@@ -64,7 +66,8 @@ class ImplicitLM(ModelParts):
         )
         if spec.weight_norm:
             add_weight_norm(self.injection)
-        self.start = build(spec.start, width=spec.core_width)
+        zeros = spec.start.kind == "zeros" and not spec.start.noise_std
+        self.start = None if zeros else build(spec.start, width=spec.core_width)
         self.exit_gate = nn.Linear(spec.core_width, 1) if spec.exit_gate else None
         self._configure(spec)
         self.reset_parameters()
@@ -151,6 +154,7 @@ class ImplicitLM(ModelParts):
             ValueError: where shapes or state do not fit, or the window is shorter than a token.
 
         """
+        solver, stopping = self.search_config(search)
         inputs = check_inputs(
             x_BLD,
             ids_BL=ids_BL,
@@ -159,34 +163,25 @@ class ImplicitLM(ModelParts):
             state=state,
             window_length=window_length,
         )
-        batch, length = x_BLD.shape[:2]
-        state = state if state is not None else self.initial_state(batch)
+        windows = inputs.windows(window_length)
+        commit = return_state or len(windows) > 1
+        check_windows(commit=commit, bidirectional=self.bidirectional)
+        state = state if state is not None else self.initial_state(len(x_BLD))
         weights = weights if weights is not None else self.cache_weights()
-        step = length if window_length is None else min(window_length, length)
-        commit = return_state or step < length
-        check_windows(self.spec, commit=commit)
-        loops = loop_counts(self, batch, search)
+        plan = SearchPlan.of(self, solver, stopping, search, batch_size=len(x_BLD), trace=trace)
         parts: list[Encoded] = []
-        for number, window in enumerate(inputs.windows(step)):
+        for window in windows:
             prepared = self.prepare(window, state, weights=weights, commit=commit)  # c = prelude(x)
             f, z0_BLC = self.bind_core(  # f(z) = leave(core(enter(z, e)), z, e)
                 prepared,
                 state,
                 weights=weights,
                 ids_BL=window.ids_BL,
-                search=None if search is None else search.of_window(number * step, step, length=length),
+                search=search and search.of_window(window.first, window.length, length=inputs.length),
             )
             output = self.output_map(prepared, weights)
             solution, core = solve_window(  # z* = f(z*)
-                self,
-                f,
-                z0_BLC,
-                prepared,
-                output=output,
-                search=search,
-                loops=loops,
-                trace=trace,
-                commit=commit,
+                self, f, z0_BLC, prepared.core, output=output, plan=plan, commit=commit
             )
             if commit:
                 hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
@@ -194,8 +189,9 @@ class ImplicitLM(ModelParts):
                 state = state.after(prepared.window, states, solution.z)
             else:
                 hidden_BLD = output(solution.z)
-            iterates = {t: Iterate(z, output(z)) for t, z in (solution.trajectory or {}).items()}
-            parts.append(Encoded(hidden_BLD, solution, iterates=iterates))
+            parts.append(Encoded(hidden_BLD, solution))
+            for t, z_BLC in (solution.trajectory or {}).items():
+                parts[-1].iterates[t] = Iterate(z_BLC, output(z_BLC))
         state_after = state if return_state else None
         if len(parts) == 1:
             return replace(parts[0], state=state_after)
@@ -213,7 +209,7 @@ class ImplicitLM(ModelParts):
         """Return the map ``f`` of a prepared window and the start of its search, (B, L, C)."""
         window, c_BLD = prepared.window, prepared.c_BLD
         injected = c_BLD
-        if ids_BL is not None and injects_by_word(self, window, tokens=ids_BL.numel()):
+        if ids_BL is not None and self._injects_by_word(window, tokens=ids_BL.numel()):
             window = replace(window, u_rows_BL=ids_BL.contiguous())
             injected = scaled(self.embedding.weight, self.spec.embedding_scale)
         u, e_BLE = self.inject(injected, weights)
@@ -236,17 +232,23 @@ class ImplicitLM(ModelParts):
     def inject(self, c_BLD: Tensor, weights: WeightCache) -> tuple[Tensor | None, Tensor | None]:
         """Return the injection of the prelude's output (…, D): what mixers add (…, U), and ``e`` (…, E)."""
         with weights.activate():
-            u, e = self.injection.projected(c_BLD), self.injection.source(c_BLD)
+            e, u = self.injection.source(c_BLD), self.injection.projected(c_BLD)
         return u, None if e is None else e.to(self.stream_dtype)
+
+    def _injects_by_word(self, window: Window, *, tokens: int) -> bool:
+        """Whether the mixers read the injection of this window from a table with one row per word."""
+        plain = self.prelude is None and self.prelude_norm is None and self.spec.injection.adds_to_projections
+        if not plain or not self.backbone.supports_injection_table(window):
+            return False
+        return pays_by_token(self.embedding, tokens)
 
     def initial_point(self, x_BLD: Tensor, c_BLD: Tensor, positions_BL: Tensor) -> Tensor:
         """Return the start of the search, (B, L, C), given embedded tokens and the prelude's output."""
+        width, dtype = self.backbone.width, self.stream_dtype
+        if self.start is None:
+            return torch.zeros(*x_BLD.shape[:2], width, dtype=dtype, device=x_BLD.device)
         start: Tensor = self.start(
-            x_BLD=x_BLD,
-            e_BLD=c_BLD,
-            positions_BL=positions_BL,
-            width=self.spec.core_width,
-            dtype=self.stream_dtype,
+            x_BLD=x_BLD, e_BLD=c_BLD, positions_BL=positions_BL, width=width, dtype=dtype
         )
         return start
 

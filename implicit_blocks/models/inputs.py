@@ -5,7 +5,6 @@ Shape legend: B batch, L tokens, D model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.models.sequence_state import SequenceState
-from implicit_blocks.models.specs import LanguageModelSpec
-from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.search.options import SearchOptions
 
 
@@ -22,7 +19,7 @@ class Inputs(NamedTuple):
     """Embedded tokens and the flags that belong to them; ``ids_BL``, the masks and documents may be None.
 
     ``valid_BL`` (B, L) bool is False at padding, ``gaps`` says whether padding separates real tokens of a
-    row.
+    row. ``first`` is the number of tokens of the call before these.
     """
 
     x_BLD: Tensor
@@ -30,19 +27,30 @@ class Inputs(NamedTuple):
     valid_BL: Tensor | None
     documents_BL: Tensor | None
     gaps: bool
+    first: int = 0
 
-    def windows(self, length: int) -> Iterator[Inputs]:
-        """Yield the inputs of consecutive windows of ``length`` tokens; the last may be shorter."""
-        total = self.x_BLD.shape[1]
-        for first in range(0, total, length):
+    @property
+    def length(self) -> int:
+        """The number of tokens, L."""
+        return self.x_BLD.shape[1]
+
+    def windows(self, length: int | None) -> list[Inputs]:
+        """Return the inputs of consecutive windows of ``length`` tokens; the last may be shorter."""
+        windows: list[Inputs] = []
+        if length is None or length >= self.length:
+            return [self]
+        for first in range(0, self.length, length):
             part = slice(first, first + length)
-            yield Inputs(
+            window = Inputs(
                 self.x_BLD[:, part],
                 None if self.ids_BL is None else self.ids_BL[:, part],
                 None if self.valid_BL is None else self.valid_BL[:, part],
                 None if self.documents_BL is None else self.documents_BL[:, part],
                 self.gaps,
+                first,
             )
+            windows.append(window)
+        return windows
 
 
 def check_inputs(
@@ -75,9 +83,9 @@ def check_inputs(
     return Inputs(x_BLD, ids_BL, valid, documents, gaps)
 
 
-def check_windows(spec: LanguageModelSpec, *, commit: bool) -> None:
+def check_windows(*, commit: bool, bidirectional: bool) -> None:
     """Raise ValueError where tokens are to be committed, but a mixer sees later tokens."""
-    if commit and spec.bidirectional:
+    if commit and bidirectional:
         raise ValueError(
             "a mixer of this model sees later tokens, so that no token can be committed on its own; "
             "leave out return_state and window_length, and do not generate"
@@ -156,7 +164,7 @@ def check_label_ids(labels: Tensor, *, vocab_size: int) -> None:
 
 def _unknown(ids: Tensor, vocab_size: int, *, but: int | None = None) -> str | None:
     """Describe the first ID outside the embedding; None where reading the values would synchronize."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or is_vmapped():
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids):
         return None
     known = (ids >= 0) & (ids < vocab_size)
     known = known if but is None else known | (ids == but)

@@ -184,8 +184,10 @@ class ModelParts(TrainingMethods, nn.Module):
         )
         self.coda = stack(stacks["coda"]) if "coda" in stacks else None
         self.norm = norm(spec.final_norm)
-        self.needs_token_ids = any(block.mixer.needs_token_ids for block in self.state_blocks())
+        self.needs_token_ids = any(stack.needs_token_ids for stack in self.stacks())
         """Whether a mixer reads the token IDs of a window, as value embeddings do."""
+        self.bidirectional = spec.bidirectional
+        """Whether a mixer sees later tokens."""
         self.injection: Injection | None = None
         self.depth: Depth | None = None
         self.agree: Agreement | None = None
@@ -216,15 +218,14 @@ class ModelParts(TrainingMethods, nn.Module):
 
     def initial_state(self, batch_size: int, *, max_seq_len: int | None = None) -> SequenceState:
         """Return the state before the first token; caches reserve room for ``max_seq_len`` tokens."""
-        weight = self.embedding.weight
-        layers = tuple(
-            block.mixer.initial_state(
-                batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
-            )
-            for block in self.state_blocks()
-        )
+        weight, layers = self.embedding.weight, list[State]()
+        for stack in (self.prelude, *[self.backbone] * self.core_loops, self.coda):
+            if stack is not None:
+                layers += stack.initial_states(
+                    batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
+                )
         position = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        return SequenceState(batch_size, 0, position, layers)
+        return SequenceState(batch_size, 0, position, tuple(layers))
 
     def cache_weights(self) -> ModelWeights:
         """Return the current weights of the layers, prepared for any number of calls of ``encode``.
@@ -238,6 +239,7 @@ class ModelParts(TrainingMethods, nn.Module):
         self, inputs: Inputs, state: SequenceState, *, weights: ModelWeights, commit: bool = False
     ) -> Prepared:
         """Begin the next window: embed its tokens, run the prelude, and with ``commit`` keep its states."""
+        x_BLD = scaled(inputs.x_BLD, self.spec.embedding_scale)
         window = state.window(
             inputs.x_BLD.shape[1],
             valid_BL=inputs.valid_BL,
@@ -247,7 +249,6 @@ class ModelParts(TrainingMethods, nn.Module):
         )
         if self.needs_token_ids:
             window = replace(window, ids_BL=inputs.ids_BL)
-        x_BLD = scaled(inputs.x_BLD, self.spec.embedding_scale)
         first = 0 if self.prelude is None else len(self.prelude.layers)
         last = len(state.layers) - (0 if self.coda is None else len(self.coda.layers))
         before, core, coda = state.layers[:first], state.layers[first:last], state.layers[last:]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,9 @@ from torch import Tensor
 from implicit_blocks.depths import UntilConvergedSpec
 from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.gradients import LastLoops
-from implicit_blocks.injections.projection import pays_by_token
-from implicit_blocks.interfaces import State, Window
+from implicit_blocks.interfaces import Solver, State
 from implicit_blocks.models.inputs import check_loops
-from implicit_blocks.models.parts import OutputMap, Prepared
+from implicit_blocks.models.parts import OutputMap
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
 from implicit_blocks.search.loops import LoopCounts
@@ -33,62 +32,88 @@ if TYPE_CHECKING:
     from implicit_blocks.models.implicit import ImplicitLM
 
 
+class SearchPlan(NamedTuple):
+    """How a call of a model searches, in training or evaluation; the same in all its windows."""
+
+    solver: Solver
+    stopping: Stopping
+    search: SearchOptions | None
+    """The options of the call."""
+    loops: LoopCounts | None
+    """The number of loops; None: the stopping rule ends them."""
+    trajectory: tuple[int, ...]
+    """The iterates that the call, or the objective in training, reads."""
+    trace: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: ImplicitLM,
+        solver: Solver,
+        stopping: Stopping,
+        search: SearchOptions | None,
+        *,
+        batch_size: int,
+        trace: bool,
+    ) -> SearchPlan:
+        """Return the plan of a call; draws the number of loops where it is random."""
+        loops = loop_counts(model, batch_size, search)
+        trajectory = () if search is None else tuple(search.trajectory)
+        if model.training and model.objective is not None:
+            most = stopping.max_iterations if loops is None else loops.maximum
+            trajectory = tuple(sorted({*trajectory, *model.objective.iterates(most)}))
+        return cls(solver, stopping, search, loops, trajectory, trace)
+
+
 def solve_window(
     model: ImplicitLM,
     f: BoundMap,
     start_BLC: Tensor,
-    prepared: Prepared,
+    states: tuple[State, ...],
     *,
     output: OutputMap,
-    search: SearchOptions | None = None,
-    loops: LoopCounts | None = None,
-    trace: bool = False,
+    plan: SearchPlan,
     commit: bool = False,
 ) -> tuple[Solution, tuple[State, ...]]:
     """Find ``z* = f(z*)`` in a window, and with ``commit`` the states of the core's layers after it.
 
     Committing takes one more call of ``f``, or the last one of a fixed number of loops; so does an evaluation
-    without gradients that searches.
+    without gradients that searches. ``states`` are those of the core's layers before the window, ``output``
+    leads to the head, for exit criteria that read predictions.
     """
-    states = prepared.core
-    if model.core_loops > 1 and (commit or prepared.window.start):
-        check_loops(search, states=model.core_loops)
-        return _take_loops_with_states(model, f, start_BLC, states, search=search, commit=commit)
+    if model.core_loops > 1 and (commit or f.window.start):
+        check_loops(plan.search, states=model.core_loops)
+        return _take_loops_with_states(model, f, start_BLC, states, search=plan.search, commit=commit)
+    loops = plan.loops
     final_call = commit or (loops is None and not torch.is_grad_enabled())
-    solution = solve(
-        model, f, start_BLC, output=output, search=search, loops=loops, trace=trace, final_call=final_call
-    )
+    solution = _solve(model, f, start_BLC, output, plan, final_call=final_call)
     if not final_call:
         return solution, states
     z_BLC, states = _finish(f, solution.z, states, commit=commit, looped=loops is not None)
     solution = solution.with_value(z_BLC)
     if loops is not None:
-        chosen = _trajectory(model, loops, model.stopping, search)
-        solution = _with_last_loop(solution, loops.maximum, trajectory=chosen)
+        solution = _with_last_loop(solution, loops.maximum, trajectory=plan.trajectory)
     return solution, states
 
 
-def solve(
+def _solve(
     model: ImplicitLM,
     f: BoundMap,
     start_BLC: Tensor,
-    *,
     output: OutputMap,
-    search: SearchOptions | None = None,
-    loops: LoopCounts | None = None,
-    trace: bool = False,
-    final_call: bool = False,
+    plan: SearchPlan,
+    *,
+    final_call: bool,
 ) -> Solution:
     """Find ``z* = f(z*)``, with the gradient estimator's gradient while gradients are recorded.
 
-    ``output`` leads to the head, for exit criteria that read predictions. With ``final_call`` the caller
-    makes the last of a fixed number of loops.
+    With ``final_call`` the caller makes the last of a fixed number of loops.
     """
-    solver, stopping = model.search_config(search)
-    at_evaluation, gradient, recorded = model.spec.at_evaluation, model.gradient, torch.is_grad_enabled()
+    solver, stopping, search, loops, trajectory, trace = plan
+    at_evaluation, gradient = model.spec.at_evaluation, model.gradient
     options: dict[str, Any] = {
         "valid": f.window.valid_BL,
-        "trajectory": _trajectory(model, loops, stopping, search),
+        "trajectory": trajectory,
         "agree": model.agree,
         "trace": trace,
     }
@@ -97,7 +122,7 @@ def solve(
             return Search(solver=solver, stopping=stopping).report(start_BLC, start_BLC, iterations=0)
         loops = loops.one_less() if final_call else loops
         looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
-        if not recorded:
+        if not torch.is_grad_enabled():
             return looped(f, start_BLC)
         asked = search is not None and search.loops is not None
         if isinstance(gradient, LastLoops) and model.training:
@@ -141,14 +166,6 @@ def following_depth(previous: Depth | None, spec: DepthSpec, model: ImplicitLM) 
     if previous is not None:
         depth.continue_from(previous)
     return depth
-
-
-def injects_by_word(model: ImplicitLM, window: Window, *, tokens: int) -> bool:
-    """Whether the mixers read the injection of this window from a table with one row per word."""
-    plain = model.prelude is None and model.prelude_norm is None and model.spec.injection.adds_to_projections
-    if not plain or not model.backbone.supports_injection_table(window):
-        return False
-    return pays_by_token(model.embedding, tokens)
 
 
 def exit_criterion(
@@ -236,17 +253,6 @@ def _with_last_loop(solution: Solution, loops: int, *, trajectory: Sequence[int]
         token_iterations=None if tokens is None else tokens + 1,
         trajectory=iterates or None,
     )
-
-
-def _trajectory(
-    model: ImplicitLM, loops: LoopCounts | None, stopping: Stopping, search: SearchOptions | None
-) -> tuple[int, ...]:
-    """Return the iterates that are asked for, and in training those that the objective reads."""
-    asked = () if search is None else tuple(search.trajectory)
-    if not model.training or model.objective is None:
-        return asked
-    most = stopping.max_iterations if loops is None else loops.maximum
-    return tuple(sorted({*asked, *model.objective.iterates(most)}))
 
 
 def _criterion(model: ImplicitLM, search: SearchOptions | None) -> Any:

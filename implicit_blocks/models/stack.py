@@ -208,6 +208,7 @@ class Stack(nn.Module):
                 scalings=(scaling(), None if mlp is None else scaling()),
             )
 
+        self.width = width
         self.layers = nn.ModuleList(block(number) for number in range(count))
         self.norm = RMSNorm(width, eps=norm_eps) if norm else None
         self.dropout = dropout
@@ -238,6 +239,11 @@ class Stack(nn.Module):
     def truncates(self) -> bool:
         """Whether every mixer can remove committed tokens (``Mixer.truncate``)."""
         return all(block.mixer.truncates for block in self.blocks())
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether a mixer reads the token IDs of a window."""
+        return any(block.mixer.needs_token_ids for block in self.blocks())
 
     def initial_states(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
@@ -349,7 +355,9 @@ class BoundMap:
 
     def _enter(self, z_BLD: Tensor) -> Stream:
         """Return the stream before the layers."""
-        return Stream(z_BLD if self.injection is None else self.injection.enter(z_BLD, self.e_BLD))
+        return Stream(
+            z_BLD if self.injection is None or self.direct else self.injection.enter(z_BLD, self.e_BLD)
+        )
 
     def _end(
         self,
@@ -367,7 +375,7 @@ class BoundMap:
                 more["damped"] = (z_BLD, steps.damping)
             return norm(*stream, **more)  # type: ignore[no-any-return]  # nn.Module calls are untyped
         value: Tensor = stream.joined() if norm is None else norm(*stream)
-        if self.injection is not None:
+        if self.injection is not None and not self.direct:
             value = self.injection.leave(value, z_BLD, entered_BLD, self.e_BLD)
         if steps.damping != 1:
             value = torch.lerp(z_BLD, value, steps.damping)
