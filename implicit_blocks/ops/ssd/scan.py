@@ -18,19 +18,8 @@ from implicit_blocks.ops.backends import AUTO, Backend, Operation
 from implicit_blocks.ops.ssd import fla, mamba_ssm
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
 from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
-from implicit_blocks.ops.ssd.tiles import (
-    BackwardRows,
-    DecayGradients,
-    Inputs,
-    Rows,
-    Window,
-    accumulation_dtype,
-)
+from implicit_blocks.ops.ssd.tiles import Inputs, Window, accumulation_dtype, scan_tiles, tile_gradients
 from implicit_blocks.ops.transforms import is_transformed, without_autocast
-
-# Chunks per saved state. Saving every state costs twice the memory of x at 130M widths. The backward pass
-# recomputes the states between in the cache: a quarter of the memory for 3 % more time.
-KEEP_EVERY = 4
 
 
 def ssd(
@@ -171,7 +160,9 @@ def ssd_chunked(
     )
     if not needs_gradient:
         window = Window(inputs, chunk_size)
-        y, h, _ = _scan(window, initial_state_BHPN, return_final_state=return_final_state, keep_states=False)
+        y, h, _ = scan_tiles(
+            window, initial_state_BHPN, return_final_state=return_final_state, keep_states=False
+        )
         return y, h
     arguments = (*inputs, initial_state_BHPN, chunk_size, return_final_state)
     y, h = _ChunkedScan.apply(*arguments)  # type: ignore[no-untyped-call] # torch leaves it untyped
@@ -215,42 +206,6 @@ def ssd_step(
     return y_BLHP, h_bFN.view(batch, heads, width, d_state) if return_final_state else None
 
 
-def _scan(
-    window: Window, initial: Tensor | None, *, return_final_state: bool, keep_states: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y, the final state, and on request the state before every KEEP_EVERY-th chunk but the first."""
-    x, dtype = window.inputs.x, window.dtype
-    y = torch.empty(window.x_BKQHP.shape, dtype=x.dtype, device=x.device)
-    final = torch.empty(window.state_shape, dtype=dtype, device=x.device) if return_final_state else None
-    kept = None
-    if keep_states:
-        kept = torch.empty(
-            (window.chunks - 1) // KEEP_EVERY, *window.state_shape, dtype=dtype, device=x.device
-        )
-    for rows in window.row_slices():
-        tiles = Rows(window, rows)
-        h = _rows_of(initial, rows, dtype)
-        buffer = None
-        for k, y_BQHP in enumerate(y[rows].unbind(1)):
-            tiles.outputs(k, h, y_BQHP)
-            following = k + 1
-            if following == window.chunks:
-                if final is not None:
-                    tiles.next_state(k, h, final[rows])
-                break
-            if kept is not None and following % KEEP_EVERY == 0:
-                after = kept[following // KEEP_EVERY - 1, rows]
-            else:  # in place where possible, but neither in the caller's state nor in a saved one
-                after = buffer = tiles.new_state() if buffer is None else buffer
-            tiles.next_state(k, h, after)
-            h = after
-    return y.flatten(1, 2)[:, : window.length], final, kept
-
-
-def _rows_of(state: Tensor | None, rows: slice, dtype: torch.dtype) -> Tensor | None:
-    return None if state is None else state[rows].to(dtype).contiguous()
-
-
 class _ChunkedScan(torch.autograd.Function):
     """The scan as one autograd node."""
 
@@ -259,7 +214,7 @@ class _ChunkedScan(torch.autograd.Function):
         *given, initial, chunk_size, return_final_state = arguments
         inputs = Inputs(*given)
         window = Window(inputs, chunk_size)
-        y, final, kept = _scan(window, initial, return_final_state=return_final_state, keep_states=True)
+        y, final, kept = scan_tiles(window, initial, return_final_state=return_final_state, keep_states=True)
         ctx.save_for_backward(*inputs, initial, kept)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
@@ -274,59 +229,7 @@ class _ChunkedScan(torch.autograd.Function):
             return *_differentiable_gradients(inputs, initial, ctx.chunk_size, dy, dfinal), None, None
         with without_autocast(inputs.x.device.type):
             window = Window(inputs, ctx.chunk_size)
-            return *_gradients(window, initial, kept, dy, dfinal), None, None
-
-
-def _gradients(
-    window: Window, initial: Tensor | None, kept: Tensor, dy: Tensor | None, dfinal: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Walk the tiles backwards; return the gradients of the inputs and of the initial state."""
-    inputs, dtype = window.inputs, window.dtype
-    dy_BKQHP = window.cut(torch.zeros_like(inputs.x) if dy is None else dy)
-    dx_BKQHP = torch.empty(dy_BKQHP.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-    dB_KbQN, dC_KbQN = (
-        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (window.B_KbQN, window.C_KbQN)
-    )
-    dgram_KbQQ = torch.empty_like(window.gram_KbQQ)
-    decay = DecayGradients.zeros(window)
-    dinitial = None if initial is None else torch.empty(initial.shape, dtype=dtype, device=initial.device)
-    for rows in window.row_slices():
-        tiles = BackwardRows(window, rows, None if dfinal is None else dfinal[rows])
-        groups = tiles.groups_rows
-        dy_by_chunk, dx_by_chunk = dy_BKQHP[rows].unbind(1), dx_BKQHP[rows].unbind(1)
-        recomputed = [tiles.new_state() for _ in range(min(KEEP_EVERY, window.chunks) - 1)]
-        for start in reversed(range(0, window.chunks, KEEP_EVERY)):
-            h = kept[start // KEEP_EVERY - 1, rows] if start > 0 else _rows_of(initial, rows, dtype)
-            before = [h]
-            for k in range(start, min(start + KEEP_EVERY, window.chunks) - 1):
-                tiles.next_state(k, before[-1], recomputed[k - start])
-                before.append(recomputed[k - start])
-            for k in reversed(range(start, start + len(before))):
-                tiles.gradients(
-                    k,
-                    before[k - start],
-                    dy_by_chunk[k],
-                    dx_by_chunk[k],
-                    dB_KbQN[k, groups],
-                    dC_KbQN[k, groups],
-                    dgram_KbQQ[k, groups, None],
-                    decay,
-                )
-        if dinitial is not None:
-            dinitial[rows] = tiles.dh_BHPN
-    ddt, dA = window.finish_gradients(decay, dgram_KbQQ)
-    dB_KbQN += dgram_KbQQ.mT @ window.C_KbQN
-    dC_KbQN += dgram_KbQQ @ window.B_KbQN
-    return (
-        dx_BKQHP.flatten(1, 2)[:, : window.length],
-        ddt.to(inputs.dt.dtype),
-        dA.to(inputs.A.dtype),
-        window.from_chunks(dB_KbQN).to(inputs.B.dtype),
-        window.from_chunks(dC_KbQN).to(inputs.C.dtype),
-        None,
-        None,
-        None if initial is None or dinitial is None else dinitial.to(initial.dtype),
-    )
+            return *tile_gradients(window, initial, kept, dy, dfinal), None, None
 
 
 def _differentiable_gradients(
