@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weights import weight_norm
-from implicit_blocks.weights.weight_norm import assign_weight, plain_weight
+from implicit_blocks.weights.weight_norm import WeightNorm, assign_weight, plain_weight
 
 PADDING = 64  # the fast matrix kernels need bfloat16 rows aligned to multiples of this width
 
@@ -108,7 +108,8 @@ class Linear(nn.Linear):
         """Return weight and bias in this layout, with ``weight`` in place of the weight if given."""
         (dtype, rows, columns), bias = self.layout() if layout is None else layout, self.bias
         if weight is None:
-            weight = plain_weight(self).to(dtype)
+            parts = weight_norm.normed_parts(self)
+            weight = (plain_weight(self) if parts is None else WeightNorm.compute(*parts)).to(dtype)
             if rows or columns:
                 weight = F.pad(weight, (0, columns, 0, rows))
         if bias is None:

@@ -188,7 +188,7 @@ def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return each module's layer number, where gradients are delivered layer by layer."""
     layers: list[nn.Module] = []
     for module in modules:
-        if getattr(module, "divides_gradients", False):
+        if getattr(module, "gradients_by_layer", False) and module.divides_gradients:
             layers += module.blocks()  # type: ignore[operator]  # a backbone's method
     return {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
 
@@ -208,10 +208,11 @@ def _chain(part: nn.Module) -> Any:
 
 def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, Any]]:
     """Prepare all weights together; they run backward together, or by layer as numbered in ``layers``."""
+    groups = [layers.get(id(part), -1) for part in parts]
     layouts = [
         part.layout() if isinstance(part, Linear) else (_chain(part).original1.dtype, 0, 0) for part in parts
     ]
-    normed = fused(parts, layouts, [layers.get(id(part), -1) for part in parts])
+    normed = fused(parts, layouts, groups)
     cached: list[tuple[Any, Any]] = []
     for place, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
         if isinstance(part, Linear):
