@@ -156,7 +156,7 @@ class WeightNorm(nn.Module):
         return decomposed(weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "held": None}  # a cached value belongs to a forward pass, never to a file
+        return {**self.__dict__, "cached": None}  # a cached value belongs to a forward pass, never to a file
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightNorm:
         return WeightNorm()  # a cached value belongs to a forward pass, never to a copy

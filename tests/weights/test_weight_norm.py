@@ -191,3 +191,12 @@ def test_a_refused_remove_parametrizations_changes_no_layer(layer: Linear, train
     with pytest.raises((RuntimeError, AttributeError)):
         parametrize.remove_parametrizations(layer, "weight")
     assert all(torch.equal(one(x), value) for one, value in zip((layer, other), before, strict=True))
+
+
+def test_a_cached_weight_is_not_pickled():
+    layer = ib.build(ib.Mamba2Spec(d_state=8, head_dim=8), d_model=16).conv
+    add_weight_norm(layer)
+    norm = layer.parametrizations.weight[0]
+    with WeightCache(layer).activate():
+        assert norm.cached is not None
+        assert pickle.loads(pickle.dumps(norm)).cached is None
