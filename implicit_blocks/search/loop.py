@@ -259,9 +259,9 @@ class Loop:
             index = self.compaction.rows(self.state.status.active, rows, full_size=full_size)
             self.results = FullResults.of(self.state, self.results, self.trace)
             self.results.rows = self.results.rows[index]
+            self.state = take_rows(self.state, index)
             self.f = self.f.select_rows(index)
             self.exit = self.exit and self.exit.restrict("select_rows", index)
-            self.state = take_rows(self.state, index)
         if self.commit is not None and isinstance(self.f, SequenceMap):
             tokens = self.commit.tokens(self.state.status.active, remaining, self.read)
             if tokens:
@@ -303,8 +303,6 @@ def still_at_padding(fz: Tensor, z: Tensor, valid_BL: Tensor | None) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------ checks of the solver
-
-
 # They look at shapes and types only, which are known without waiting for a device.
 
 

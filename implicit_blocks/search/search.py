@@ -17,7 +17,7 @@ from implicit_blocks._utils.describe import described
 from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchingSolver, Solver
-from implicit_blocks.ops.transforms import is_forward_mode, is_vmapped
+from implicit_blocks.ops.transforms import is_forward_mode, is_transformed, is_vmapped
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage
@@ -212,7 +212,7 @@ class Search:
         if valid is not None and (valid.shape != z0.shape[:2] or valid.dtype != torch.bool):
             raise ValueError(
                 f"valid has shape {tuple(valid.shape)} of {valid.dtype}, z0 starts with "
-                f"{tuple(z0.shape[:2])}; give one flag a token, as torch.bool"
+                f"{tuple(z0.shape[:2])}; give one flag per token, as torch.bool"
             )
 
 
@@ -251,7 +251,8 @@ def solve_fixed_point(
         NotImplementedError: within ``torch.export``, ``torch.func.vmap`` or forward-mode differentiation.
 
     """
-    _refuse_transforms(gradient)
+    if is_transformed():
+        _refuse_transforms(gradient)
     whole = Search(solver=solver, stopping=stopping, **search)
     cut = window_length is not None and window_length < z0.shape[1]
     bound = WindowedSearch(whole, window_length) if cut and window_length is not None else whole

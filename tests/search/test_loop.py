@@ -313,7 +313,7 @@ def test_wrong_shapes_are_refused():
         search()(lambda z: z, torch.zeros(3))
     with pytest.raises(ValueError, match="use scope 'sequence'"):
         search(scope="prefix")(lambda z: z, torch.zeros(3, 4))
-    with pytest.raises(ValueError, match="one flag a token"):
+    with pytest.raises(ValueError, match="one flag per token"):
         search(valid=torch.ones(2, 2, dtype=torch.bool))(lambda z: z, torch.zeros(2, 3, 4))
 
 
