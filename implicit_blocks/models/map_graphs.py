@@ -3,6 +3,12 @@
 A map of 24 layers has some 400 kernels, and its backward twice as many. Launching them one by one takes
 longer than the GPU needs to run them (Mamba2 130M, 8 × 2048 tokens on an H100: 32 ms of launches for 19 ms of
 work).
+
+``torch.cuda.make_graphed_callables`` does not replace these graphs. It has one static input per graph, so
+that every iteration would copy its point there, where a search passes a value on in place. Weights
+computed once per pass (weight norm, casts) would be arguments, copied at every call. A graph keeps the
+activations of one forward pass: the steps after a search would need a graph each, and copy points, gradients
+and the weights' gradients between them. It raises where capture fails; here the map then runs eagerly.
 """
 
 from __future__ import annotations
