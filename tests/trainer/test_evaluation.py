@@ -201,10 +201,11 @@ def test_iterations_by_position_need_counts_per_token_on_every_rank() -> None:
 def test_the_table_states_convergence_beside_accuracy() -> None:
     shown = table([results(Echo())], last_tokens=2, words=True).splitlines()
     assert shown[0].split() == [
-        "set", "last", "2", "all", "loss", "iterations", "max", "residual", "max", "converged",
+        "set", "last", "2", "all", "sequences", "loss", "iterations", "max", "residual", "max", "converged",
     ]  # fmt: skip
     assert shown[1].split() == [
         "fixed",
+        "50.00%",
         "50.00%",
         "50.00%",
         "1.6816",
@@ -249,3 +250,25 @@ def test_every_rank_makes_the_same_number_of_calls(batch_size: int, world_size: 
         last = Ranks(torch.device("cpu"), world_size - 1, world_size)
         silent = _share(shared, batch_size, last, equal_calls=False)
         assert all(counts == (batch is not None) for batch, counts in silent)
+
+
+def test_a_sequence_is_correct_if_all_its_scored_tokens_are() -> None:
+    class Mixed(Fixed):
+        def batch(self, position: int, count: int) -> Batch:
+            batch = super().batch(position, count)
+            labels = batch.inputs.clone()
+            labels[0, 0] = (labels[0, 0] + 1) % VOCABULARY  # one wrong answer
+            labels[1, 2:] = -100  # the others are right
+            labels[2] = -100  # nothing is scored
+            return Batch(inputs=batch.inputs, labels=labels)
+
+    (found,) = evaluate(
+        Echo(),
+        [EvaluationSet(name="mixed", source=Mixed(), sequences=4)],
+        device=torch.device("cpu"),
+        precision="float32",
+        batch_size=4,
+        last_tokens=2,
+    )
+    assert found.sequence_accuracy == 2 / 3
+    assert found.as_row(by_position=False)["sequence_accuracy"] == pytest.approx(2 / 3, abs=1e-6)

@@ -29,7 +29,8 @@ class EvaluationResult:
     """A model's results on one set.
 
     ``loss`` is the mean cross-entropy (nats) of the scored tokens, ``accuracy_last`` the accuracy over the
-    last tokens of each sequence; both are NaN if no token is scored. ``search`` and
+    last tokens of each sequence; both are NaN if no token is scored. ``sequence_accuracy`` is the fraction of
+    sequences whose scored tokens are all correct, NaN likewise. ``search`` and
     ``iterations_by_position`` (L,) are None for an explicit model, the latter also if iterations are not
     counted per token. ``token_converged`` is the fraction of tokens under the tolerance.
     """
@@ -41,6 +42,7 @@ class EvaluationResult:
     loss: float
     accuracy: float
     accuracy_last: float
+    sequence_accuracy: float
     search: SearchStatistics | None
     token_converged: float | None
     accuracy_by_position: tuple[float, ...]
@@ -63,6 +65,7 @@ class EvaluationResult:
             "perplexity": rounded(self.perplexity),
             "accuracy": rounded(self.accuracy),
             "accuracy_last": rounded(self.accuracy_last),
+            "sequence_accuracy": rounded(self.sequence_accuracy),
             **search_row(self.search),
             "token_converged": self.token_converged,
             "seconds": rounded(self.seconds, 4),
@@ -150,6 +153,7 @@ class _Sums:
         self.loss = 0.0
         self.correct_L = torch.zeros(length, dtype=torch.int64)
         self.scored_L = torch.zeros(length, dtype=torch.int64)
+        self.sequences_correct = self.sequences_scored = 0
         self.iterations_L = torch.zeros(length, dtype=torch.float64)
         self.by_token = True
         """Whether every search has reported per-token results."""
@@ -165,6 +169,9 @@ class _Sums:
             self.loss += float(output.loss) * scored
         self.correct_L += correct_BL.sum(0).cpu()
         self.scored_L += scored_BL.sum(0).cpu()
+        has_scored_B = scored_BL.any(1)
+        self.sequences_scored += int(has_scored_B.sum())
+        self.sequences_correct += int(((correct_BL | ~scored_BL).all(1) & has_scored_B).sum())
         solution = output.solution
         if solution is None:
             return
@@ -182,7 +189,10 @@ class _Sums:
         every = [columns for columns in ranks.gather_objects(status) if columns]
         by_token = bool(every) and ranks.all(self.by_token)
         by_position = [*self.correct_L.tolist(), *self.scored_L.tolist(), *self.iterations_L.tolist()]
-        loss, converged, *summed = ranks.sum([self.loss, self.tokens_converged, *by_position])
+        whole = [self.sequences_correct, self.sequences_scored]
+        loss, converged, correct, answered, *summed = ranks.sum(
+            [self.loss, self.tokens_converged, *whole, *by_position]
+        )
         correct_L, scored_L, iterations_L = torch.tensor(summed, dtype=torch.float64).view(3, length)
         return EvaluationResult(
             name=evaluation_set.name,
@@ -192,6 +202,7 @@ class _Sums:
             loss=loss / scored if (scored := int(scored_L.sum())) else math.nan,
             accuracy=_ratio(correct_L, scored_L),
             accuracy_last=_ratio(correct_L[-last_tokens:], scored_L[-last_tokens:]),
+            sequence_accuracy=correct / answered if answered else math.nan,
             search=search_statistics(*map(torch.cat, zip(*every, strict=True))) if every else None,
             token_converged=rounded(converged / (sequences * length)) if by_token else None,
             accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
@@ -222,14 +233,17 @@ def _ratio(correct: Tensor, scored: Tensor) -> float:
 
 def table(results: Iterable[EvaluationResult], *, last_tokens: int, words: bool) -> str:
     """Return the results as an aligned text table of accuracies (``words``) or perplexities."""
-    rows = [["set", f"last {last_tokens}", "all", "loss"] if words else ["set", "perplexity", "loss"]]
+    rows = [
+        ["set", f"last {last_tokens}", "all", "sequences", "loss"] if words else ["set", "perplexity", "loss"]
+    ]
     results = list(results)
     searched = any(result.search is not None for result in results)
     if searched:
         rows[0] += ["iterations", "max", "residual", "max", "converged"]
     for result in results:
         if words:
-            row = [result.name, f"{result.accuracy_last:.2%}", f"{result.accuracy:.2%}", f"{result.loss:.4f}"]
+            shares = (result.accuracy_last, result.accuracy, result.sequence_accuracy)
+            row = [result.name, *(f"{share:.2%}" for share in shares), f"{result.loss:.4f}"]
         else:
             row = [result.name, f"{result.perplexity:.3f}", f"{result.loss:.4f}"]
         if result.search is not None:

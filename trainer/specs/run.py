@@ -28,6 +28,7 @@ from trainer.specs.data import (
     TokensSpec,
     WordProblemSpec,
 )
+from trainer.specs.generated import MazeSpec, StateTrackingSpec, SudokuSpec
 from trainer.specs.optimizers import AdamWSpec, MuonSpec, OptimizerSpec, TorchOptimizerSpec
 from trainer.specs.phases import Phase, PhaseSpec, plan, steps_of_tokens
 from trainer.specs.schedules import (
@@ -55,6 +56,7 @@ __all__ = [
     "EarlyStoppingSpec",
     "EvaluationSpec",
     "LinearSpec",
+    "MazeSpec",
     "MixtureSourceSpec",
     "MixtureSpec",
     "MuonSpec",
@@ -64,8 +66,10 @@ __all__ = [
     "ProfileSpec",
     "RunSpec",
     "ScheduleSpec",
+    "StateTrackingSpec",
     "StopWhenSpec",
     "StreamSpec",
+    "SudokuSpec",
     "TensorBoardSpec",
     "TokensSpec",
     "TorchOptimizerSpec",

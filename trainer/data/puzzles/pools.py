@@ -1,0 +1,232 @@
+"""Puzzles as training data: pools of boards, generated or read, and their symmetric variants as sequences.
+
+Token ``values·cell + value`` of a cell says what it contains; the label is the value of the solved board.
+Every draw takes a board of the pool and a random symmetry, so that a pool of thousands gives millions of
+boards. Training and evaluation have pools of their own.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.data.describing import check_vocabulary
+from trainer.data.generated import BLOCK, Draws, GeneratedData, Integers, Task
+from trainer.data.puzzles import maze, sudoku
+from trainer.data.puzzles.sudoku import BoardError, Puzzle
+from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer.specs.generated import MazeSpec, SudokuSpec
+
+_SUDOKU_SYMBOLS = {".": 0, **{str(digit): digit for digit in range(10)}}
+_MAZE_SYMBOLS = {symbol: value for value, symbol in enumerate(maze.SYMBOLS)}
+
+
+class PuzzleTask(Task):
+    """Boards of two pools, for training and for evaluation.
+
+    Args:
+        training: boards to train on.
+        held_out: boards to evaluate on.
+        values: number of values of a cell.
+        vary: draws symmetries: given draws and the boards (B, cells) before and after solving, returns their
+            variants.
+
+    """
+
+    def __init__(
+        self,
+        training: Sequence[Puzzle],
+        held_out: Sequence[Puzzle],
+        *,
+        values: int,
+        vary: Callable[[Draws, Integers, Integers], tuple[Integers, Integers]],
+    ) -> None:
+        self._pools = [
+            (np.array([p.givens for p in pool]), np.array([p.solution for p in pool]))
+            for pool in (training, held_out)
+        ]
+        self._values, self._vary = values, vary
+        self.vocab_size = values * self._pools[0][0].shape[1]
+
+    def draw(self, draws: Draws, length: int, *, evaluation: bool) -> tuple[Integers, Integers]:
+        """See `Task.draw`."""
+        givens, solutions = self._pools[evaluation]
+        chosen = draws.integers(len(givens), BLOCK)
+        varied, solved = self._vary(draws, givens[chosen], solutions[chosen])
+        return varied + self._values * np.arange(length), solved
+
+
+def build_sudoku(spec: SudokuSpec, *, seed: int = 0, vocab_size: int | None = None) -> GeneratedData:
+    """Build the training stream of Sudoku boards.
+
+    Raises:
+        ValueError: no board of the requested difficulty, a file that cannot be read, or a vocabulary that is
+            too small.
+
+    """
+    order = spec.order
+
+    def vary(draws: Draws, givens: Integers, solutions: Integers) -> tuple[Integers, Integers]:
+        words = draws.words(BLOCK * sudoku.words_per_symmetry(order))
+        cells, digits = sudoku.symmetries(order, BLOCK, words)
+        return (
+            np.take_along_axis(digits, np.take_along_axis(givens, cells, axis=1), axis=1),
+            np.take_along_axis(digits, np.take_along_axis(solutions, cells, axis=1), axis=1),
+        )
+
+    if spec.path is None:
+        pools = [_sudokus(order, count, spec.givens, spec.guesses, kind) for kind, count in spec.pools]
+    else:
+        pools = _files(spec, _SUDOKU_SYMBOLS, sudoku.solve, order * order)
+    task = PuzzleTask(*pools, values=order + 1, vary=vary)
+    check_vocabulary(task.vocab_size, vocab_size, what="the boards")
+    return GeneratedData(task, length=spec.seq_len, seed=seed, fixed_length=True)
+
+
+def build_maze(spec: MazeSpec, *, seed: int = 0, vocab_size: int | None = None) -> GeneratedData:
+    """Build the training stream of mazes.
+
+    Raises:
+        ValueError: no maze with so long a path, a file that cannot be read, or a vocabulary that is too
+            small.
+
+    """
+    symmetries = np.array([maze.symmetry(spec.side, number) for number in range(8)])
+
+    def vary(draws: Draws, givens: Integers, solutions: Integers) -> tuple[Integers, Integers]:
+        cells = symmetries[draws.integers(8, BLOCK)]
+        return np.take_along_axis(givens, cells, axis=1), np.take_along_axis(solutions, cells, axis=1)
+
+    if spec.path is None:
+        pools = [
+            _mazes(spec.side, count, spec.openings, spec.shortest_path, kind) for kind, count in spec.pools
+        ]
+    else:
+        pools = _files(spec, _MAZE_SYMBOLS, maze.solve, spec.side * spec.side)
+    task = PuzzleTask(*pools, values=len(maze.SYMBOLS), vary=vary)
+    check_vocabulary(task.vocab_size, vocab_size, what="the mazes")
+    return GeneratedData(task, length=spec.seq_len, seed=seed, fixed_length=True)
+
+
+@lru_cache(maxsize=4)
+def _sudokus(order: int, count: int, givens: int, guesses: int, kind: str) -> list[Puzzle]:
+    rng = random.Random(f"sudoku {order} {kind}")
+
+    boards: list[Puzzle] = []
+    for attempt in range(1, 200 * count + 1000):
+        puzzle = sudoku.random_puzzle(order, rng, givens=givens)
+        if puzzle.guesses >= guesses:
+            boards.append(puzzle)
+        if len(boards) == count:
+            return boards
+        if attempt == 300 and not boards:
+            break
+    raise ValueError(
+        f"{attempt:,} random boards of order {order} with {givens} givens or more contain {len(boards)} that "
+        f"take {guesses} guesses; lower data.guesses or data.givens"
+    )
+
+
+@lru_cache(maxsize=4)
+def _mazes(side: int, count: int, openings: float, shortest: int, kind: str) -> list[Puzzle]:
+    rng = random.Random(f"maze {side} {kind}")
+    return [maze.random_maze(side, rng, openings=openings, shortest=shortest) for _ in range(count)]
+
+
+def _files(
+    spec: SudokuSpec | MazeSpec,
+    symbols: dict[str, int],
+    solve: Callable[[Sequence[int]], Puzzle],
+    cells: int,
+) -> list[list[Puzzle]]:
+    if spec.path is None or spec.validation_path is None:
+        raise ValueError("data.path has no data.validation_path beside it; name a file of held-out boards")
+    paths = (spec.path, spec.validation_path)
+    return [
+        read_boards(Path(path), symbols=symbols, solve=solve, cells=cells, limit=count)
+        for path, (_, count) in zip(paths, spec.pools, strict=True)
+    ]
+
+
+def read_boards(
+    path: Path,
+    *,
+    symbols: dict[str, int],
+    solve: Callable[[Sequence[int]], Puzzle],
+    cells: int,
+    limit: int,
+) -> list[Puzzle]:
+    """Read boards from a CSV file with the columns ``question`` and, optionally, ``answer``.
+
+    The published files of Sudoku-Extreme and Maze-Hard have this form. Every board read is solved.
+
+    Args:
+        path: the file.
+        symbols: value of each symbol.
+        solve: solves a board.
+        cells: number of cells of a board.
+        limit: number of boards to read.
+
+    Raises:
+        DataError: no such file, no such column, no boards, a wrong symbol or size, no solution or several, or
+            an answer that is not the solution. Names file, line and cell.
+
+    """
+    boards = []
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if "question" not in (reader.fieldnames or ()):
+                names = ", ".join(reader.fieldnames or ())
+                raise DataError(f"{path} has no column 'question'; it has {names or 'none'}")
+            for row in islice(reader, limit):
+                where = f"{path}, line {reader.line_num}"
+                boards.append(_board(row["question"], row.get("answer"), where, symbols, solve, cells))
+    except OSError as error:
+        message = f"{path} cannot be read ({error.strerror}); set data.path to a file of boards"
+        raise DataError(message) from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not a text file; give a CSV file of boards") from None
+    if not boards:
+        raise DataError(f"{path} contains no boards")
+    return boards
+
+
+def _board(
+    question: str,
+    answer: str | None,
+    where: str,
+    symbols: dict[str, int],
+    solve: Callable[[Sequence[int]], Puzzle],
+    cells: int,
+) -> Puzzle:
+    given, solved = (
+        None if text is None else _values(text, where, symbols, cells) for text in (question, answer or None)
+    )
+    assert given is not None
+    try:
+        puzzle = solve(given)
+    except BoardError as error:
+        raise DataError(f"{where}: {error}") from None
+    if solved is not None and tuple(solved) != puzzle.solution:
+        cell = next(c for c, value in enumerate(solved) if value != puzzle.solution[c])
+        raise DataError(f"{where}: the answer differs from the solution at cell {cell + 1}; correct it")
+    return puzzle
+
+
+def _values(text: str, where: str, symbols: dict[str, int], cells: int) -> list[int]:
+    if len(text) != cells:
+        raise DataError(f"{where}: the board has {len(text)} cells, not {cells}; set the size in data")
+    for cell, symbol in enumerate(text):
+        if symbol not in symbols:
+            raise DataError(f"{where}, cell {cell + 1}: unknown symbol {symbol!r}; use {' '.join(symbols)}")
+    return [symbols[symbol] for symbol in text]

@@ -1,0 +1,233 @@
+"""Specs of data that are generated on the fly: state tracking and puzzles. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from implicit_blocks.specs import field_error
+from trainer.specs.data import DataSpec, Probability
+
+StateTrackingTask = Literal[
+    "parity",
+    "even_pairs",
+    "cycle_navigation",
+    "modular_arithmetic",
+    "flip_flop",
+    "dyck",
+    "stack",
+    "automaton",
+    "code_trace",
+    "board",
+]
+
+SIZES: Mapping[str, tuple[int, int, int]] = {
+    "parity": (2, 2, 64),
+    "even_pairs": (2, 2, 64),
+    "cycle_navigation": (5, 3, 64),
+    "modular_arithmetic": (5, 3, 31),
+    "flip_flop": (2, 2, 64),
+    "dyck": (8, 1, 64),
+    "stack": (2, 2, 64),
+    "automaton": (8, 3, 64),
+    "code_trace": (5, 2, 16),
+    "board": (4, 4, 8),
+}
+"""Size of each task: default, smallest, largest."""
+
+MAX_POOL = 1_000_000
+
+
+class StateTrackingSpec(DataSpec):
+    """A state-tracking task beyond groups, generated on the fly; see `trainer.data.state_tracking`."""
+
+    changeable: ClassVar[frozenset[str]] = frozenset({"seq_len"})
+
+    kind: Literal["state_tracking"] = "state_tracking"
+    name: StateTrackingTask
+    """The task."""
+    size: PositiveInt | None = None
+    """Number of states, values or variables, depth of the brackets, or side of the board; null: the default
+    of the task."""
+    seq_len: PositiveInt = 64
+    """Tokens per training sequence."""
+
+    @property
+    def states(self) -> int:
+        """The size, or the task's default."""
+        return SIZES[self.name][0] if self.size is None else self.size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens and labels of the task."""
+        n = self.states
+        return {
+            "parity": max(2, n),
+            "even_pairs": max(2, n),
+            "cycle_navigation": max(3, n),
+            "modular_arithmetic": 3 * n,
+            "flip_flop": 2 * n + 1,
+            "dyck": 4,
+            "stack": n + 1,
+            "automaton": max(3, n),
+            "code_trace": 6 * n + 2 * n * n,
+            "board": n**4 + n**2,
+        }[self.name]
+
+    @property
+    def task(self) -> str:
+        """The task and its size."""
+        return f"{self.name} of size {self.states}"
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        return [f"{self.task}: {self.vocab_size} tokens, length {self.seq_len:,}, generated on the fly"]
+
+    @model_validator(mode="after")
+    def _size_fits(self) -> Self:
+        _, least, most = SIZES[self.name]
+        if not least <= self.states <= most:
+            message = f"{self.name} has sizes from {least} to {most}, not {self.size}"
+            raise field_error(message, "size", value=self.size)
+        return self
+
+
+class PuzzleSpec(DataSpec):
+    """Base class of the puzzles: boards whose cells are the tokens of a sequence."""
+
+    path: str | None = None
+    """CSV file of training boards with columns `question` and `answer`, such as the published files; null:
+    boards are generated."""
+    validation_path: str | None = None
+    """CSV file of boards to evaluate on, beside `path`."""
+    boards: Annotated[int, Field(ge=1, le=MAX_POOL)] = 4096
+    """Number of training boards, each of which is shown in random symmetric variants."""
+    held_out: Annotated[int, Field(ge=1, le=MAX_POOL)] = 512
+    """Number of boards to evaluate on, likewise."""
+
+    @property
+    def pools(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the pools of boards."""
+        return ("training", self.boards), ("evaluation", self.held_out)
+
+    @property
+    def cells(self) -> int:
+        """Cells of a board."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _whole_boards(self) -> Self:
+        if self.seq_len != self.cells:
+            message = f"a board has {self.cells} cells, which are the tokens of a sequence; remove seq_len"
+            raise field_error(message, "seq_len", value=self.seq_len)
+        if (self.path is None) != (self.validation_path is None):
+            message = "path and validation_path go together: boards to train on, and others to evaluate on"
+            raise field_error(message, "validation_path", value=self.validation_path)
+        return self
+
+
+def _with_length(value: Any, field: str, default: int) -> Any:
+    """Set a missing seq_len to the square of a field."""
+    if isinstance(value, Mapping) and "seq_len" not in value:
+        side = value.get(field, default)
+        if isinstance(side, int) and not isinstance(side, bool) and side > 0:
+            return {**value, "seq_len": side * side}
+    return value
+
+
+class SudokuSpec(PuzzleSpec):
+    """Sudoku boards with unique solutions."""
+
+    kind: Literal["sudoku"] = "sudoku"
+    order: Literal[4, 6, 9] = 9
+    """Digits of a board; boxes are 2 by 2, 2 by 3 or 3 by 3."""
+    givens: NonNegativeInt = 0
+    """Least number of digits given; 0: as few as removing digits in random order leaves."""
+    guesses: NonNegativeInt = 0
+    """Least number of cells that a solver must guess that fills cells with a single possible digit and
+    digits with a single possible place: the difficulty. 3 is hard."""
+    seq_len: PositiveInt = 81
+    """Cells of a board."""
+
+    @property
+    def cells(self) -> int:
+        """Cells of a board."""
+        return self.order * self.order
+
+    @property
+    def vocab_size(self) -> int:
+        """A token for every cell and digit, or none."""
+        return self.cells * (self.order + 1)
+
+    @property
+    def task(self) -> str:
+        """Solutions of boards of this order."""
+        return f"Sudoku of order {self.order}"
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        guesses = f" that take {self.guesses} guesses" if self.guesses else ""
+        source = f"of {self.path}" if self.path else "generated"
+        return [f"{self.task}: {self.boards:,} boards {source}{guesses}, in random symmetric variants"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length(cls, value: Any) -> Any:
+        return _with_length(value, "order", 9)
+
+    @model_validator(mode="after")
+    def _boards_exist(self) -> Self:
+        if self.givens > self.cells:
+            raise field_error(f"a board has {self.cells} cells", "givens", value=self.givens)
+        if self.guesses and self.order == 4:
+            message = "boards of order 4 take no guesses; remove it, or use order 9"
+            raise field_error(message, "guesses", value=self.guesses)
+        return self
+
+
+class MazeSpec(PuzzleSpec):
+    """Square mazes with a unique shortest path from a start to a goal."""
+
+    kind: Literal["maze"] = "maze"
+    side: Annotated[int, Field(ge=4, le=64)] = 30
+    """Rows and columns."""
+    openings: Probability = 0.05
+    """Share of the walls between two corridors that are opened, which makes loops."""
+    shortest_path: NonNegativeInt = 0
+    """Least number of steps from start to goal."""
+    seq_len: PositiveInt = 900
+    """Squares of a maze."""
+
+    @property
+    def cells(self) -> int:
+        """Squares of a maze."""
+        return self.side * self.side
+
+    @property
+    def vocab_size(self) -> int:
+        """A token for every square and symbol."""
+        return self.cells * 5
+
+    @property
+    def task(self) -> str:
+        """Shortest paths in mazes of this side."""
+        return f"shortest paths in mazes of {self.side} x {self.side}"
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        source = f"of {self.path}" if self.path else "generated"
+        return [f"{self.task}: {self.boards:,} mazes {source}, in random symmetric variants"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length(cls, value: Any) -> Any:
+        return _with_length(value, "side", 30)
+
+    @model_validator(mode="after")
+    def _path_fits(self) -> Self:
+        if self.shortest_path > self.cells // 2:
+            message = f"no maze of {self.cells} squares has so long a path; choose at most {self.cells // 2}"
+            raise field_error(message, "shortest_path", value=self.shortest_path)
+        return self
