@@ -18,9 +18,18 @@ from types import ModuleType
 from trainer.cli.exit_codes import INTERRUPTED, refuse
 from trainer.experiments.common.checks import require_once
 
-EXPERIMENTS = ("catbabi", "duality", "equal-compute", "jacobian", "language", "solvers", "word-problem")
+EXPERIMENTS = (
+    "catbabi",
+    "duality",
+    "equal-compute",
+    "jacobian",
+    "language",
+    "puzzles",
+    "solvers",
+    "word-problem",
+)
 """Each has a module ``trainer.experiments.<name>.command`` with HELP, ``add_options`` and ``run_command``."""
-_MEASURED_ONCE = ("duality", "jacobian", "solvers")
+_MEASURED_ONCE = ("duality", "jacobian", "puzzles", "solvers")
 """Experiments that do not resume; the others train runs that the same command continues."""
 _ACCUMULATING, _REPEATABLE = ("set", "explicit_set"), ("dt",)
 """Lists that add up when given again; whose values may be equal."""

@@ -143,7 +143,7 @@ def test_boards_are_read_from_files_in_the_published_form(tmp_path):
     board = (source.batch(0, 1).inputs - torch.arange(16) * 5)[0].tolist()
     assert sum(value > 0 for value in board) == 4
     mazes = tmp_path / "mazes.csv"
-    mazes.write_text("question,answer\nS ##G####" + "#" * 7 + ",\n")
+    mazes.write_text("question,answer\nS######G" + "#" * 8 + ",\n")
     with pytest.raises(DataError, match=r"mazes.csv, line 2: no path"):
         ib.build(MazeSpec(side=4, path=str(mazes), validation_path=str(mazes)))
 

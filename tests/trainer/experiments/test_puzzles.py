@@ -1,0 +1,59 @@
+"""The puzzles experiment: solved share against iterations and starts, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.cli.train import main as train
+from trainer.experiments.cli import main
+from trainer.experiments.puzzles.experiment import chosen_share
+
+SMALL = ["model.d_model=16", "model.mixer.n_heads=2", "model.mlp.d_ff=24", "data.boards=8", "data.held_out=8"]
+
+
+@pytest.fixture(scope="module")
+def solver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run of a model trained for two steps on boards of order 4."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    changes = ["data.order=4", "training.max_steps=2", "training.batch_size=4", "evaluation.sequences=2"]
+    assert train(["--spec", "sudoku_6x6", *SMALL, *changes, "--device", "cpu", "--output", str(folder)]) == 0
+    return folder
+
+
+def test_numbers_picture_and_animation_are_written(solver, tmp_path, capsys):
+    options = ["--iterations", "2", "5", "--restarts", "3", "--boards", "6", "--device", "cpu"]
+    assert main(["puzzles", "--checkpoint", str(solver), *options, "--output", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "puzzles.json").read_text())
+    assert [row["max_iterations"] for row in written["rows"]] == [2, 5]
+    for row in written["rows"]:
+        assert set(row["solved"]) == {"1", "2", "3"}
+        assert max(row["solved"].values()) <= row["solved_by_any"] <= 1
+        assert row["mean_iterations"] <= row["max_iterations"]
+    assert (tmp_path / "puzzles.png").stat().st_size > 1000
+    assert (tmp_path / "puzzle.gif").read_bytes().startswith(b"GIF8")
+    assert "of 3" in capsys.readouterr().out
+
+
+def test_the_answer_of_the_lowest_residual_is_chosen():
+    solved = torch.tensor([[True, False, True], [False, True, False]])
+    residual = torch.tensor([[0.5, 0.5, 0.1], [0.1, 0.1, torch.nan]])
+    assert chosen_share(solved, residual) == pytest.approx(2 / 3)  # boards 2 and 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--noise", "0"], "noise"),
+        (["--restarts", "0"], "restarts"),
+        (["--iterations", "0"], "iterations"),
+    ],
+)
+def test_invalid_settings_are_refused(solver, tmp_path, capsys, options, message):
+    folder = tmp_path / "out"
+    assert main(["puzzles", "--checkpoint", str(solver), *options, "--output", str(folder)]) == 2
+    assert message in capsys.readouterr().err
+    assert not folder.exists()

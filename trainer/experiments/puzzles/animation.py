@@ -1,0 +1,96 @@
+"""An animation of a board's solution over the iterations of the search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.models.implicit import ImplicitLM
+from trainer.data.puzzles import maze
+from trainer.data.puzzles.sudoku import BOXES
+from trainer.data.source import Batch
+from trainer.reporting.pictures import BLUE, DARK, GREEN, ORANGE, new_figure
+from trainer.specs.generated import PuzzleSpec
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+COLORS = {maze.WALL: "#3e4c59", maze.OPEN: "white", maze.START: GREEN, maze.GOAL: ORANGE, maze.PATH: BLUE}
+
+
+@torch.no_grad()
+def animate(model: ImplicitLM, batch: Batch, spec: PuzzleSpec, path: Path, *, iterations: int) -> Path:
+    """Write the solution of the first solved board as a GIF: one frame per iteration.
+
+    A digit or square is drawn as opaque as the model is sure of it.
+    """
+    from matplotlib.animation import FuncAnimation, PillowWriter
+
+    output = model(batch.inputs, max_iterations=iterations)
+    assert output.solution is not None
+    right_B = (output.logits.argmax(-1) == batch.labels).all(1)
+    # Of the solved boards the one that took the most iterations.
+    row = int((output.solution.iterations * right_B).argmax())
+    steps = max(1, int(output.solution.iterations[row]))
+    found = model(batch.inputs[row : row + 1], max_iterations=steps, trajectory=list(range(1, steps + 1)))
+    probabilities = [
+        model.predict(iterate.hidden_BLD)[0].softmax(-1).cpu()
+        for _, iterate in sorted(found.trajectory.items())
+    ]
+    side = math.isqrt(batch.inputs.shape[1])
+    values = model.spec.vocab_size // side**2
+    givens = (batch.inputs[row].cpu() % values).tolist()
+    figure = new_figure(width=3.4, height=3.7, title="")
+    axes = figure.subplots()
+    frames = [*range(len(probabilities)), *[len(probabilities) - 1] * 8]  # the last frame stays
+
+    def show(frame: int) -> list[Artist]:
+        axes.clear()
+        axes.set(xlim=(0, side), ylim=(side, 0), aspect="equal")
+        axes.axis("off")
+        axes.set_title(f"iteration {frame + 1}", fontsize=11, color=DARK)
+        (_digits if spec.kind == "sudoku" else _squares)(axes, probabilities[frame], givens, side)
+        return []
+
+    film = FuncAnimation(figure, show, frames=frames, blit=False)
+    film.save(path, writer=PillowWriter(fps=4), dpi=72)
+    return path
+
+
+def _digits(axes: Axes, probabilities_LV: Tensor, givens: Sequence[int], side: int) -> None:
+    height, width = BOXES[side]
+    for line in range(side + 1):
+        axes.plot([0, side], [line, line], color=DARK, linewidth=2 if line % height == 0 else 0.5)
+        axes.plot([line, line], [0, side], color=DARK, linewidth=2 if line % width == 0 else 0.5)
+    for cell, given in enumerate(givens):
+        sure, digit = (each.item() for each in probabilities_LV[cell].max(0))
+        text, color, opacity = (str(given), DARK, 1.0) if given else (str(int(digit)), BLUE, sure)
+        axes.text(
+            cell % side + 0.5,
+            cell // side + 0.53,
+            text,
+            ha="center",
+            va="center",
+            fontsize=110 / side,
+            color=color,
+            alpha=max(0.05, opacity**2),
+            fontweight="bold" if given else "normal",
+        )
+
+
+def _squares(axes: Axes, probabilities_LV: Tensor, givens: Sequence[int], side: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    for cell, given in enumerate(givens):
+        place = (cell % side, cell // side)
+        if given != maze.OPEN:
+            axes.add_patch(Rectangle(place, 1, 1, color=COLORS[given], linewidth=0))
+        else:
+            sure = float(probabilities_LV[cell, maze.PATH])
+            axes.add_patch(Rectangle(place, 1, 1, color=BLUE, alpha=sure, linewidth=0))

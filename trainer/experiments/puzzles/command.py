@@ -1,0 +1,60 @@
+"""``python -m trainer.experiments puzzles``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trainer.experiments.common.options import add_device
+
+HELP = "solve puzzles with more iterations and more starts, from one trained model"
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add the options of the experiment."""
+    made.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="RUN",
+        help="a run directory, or one of its checkpoints",
+    )
+    made.add_argument(
+        "--iterations",
+        type=int,
+        nargs="+",
+        default=[4, 8, 16, 32, 64, 128],
+        metavar="N",
+        help="maximum numbers of iterations (4 8 16 32 64 128)",
+    )
+    made.add_argument(
+        "--restarts",
+        type=int,
+        default=8,
+        metavar="N",
+        help="starts per board: the model's own, and random ones; the lowest residual is chosen (8)",
+    )
+    made.add_argument(
+        "--noise",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="standard deviation of the noise added to the model's own start (1.0)",
+    )
+    made.add_argument("--boards", type=int, default=256, metavar="N", help="evaluation boards (256)")
+    add_device(made)
+
+
+def run_command(folder: Path, options: argparse.Namespace) -> str:
+    """Run the experiment and return its summary."""
+    from trainer.experiments.puzzles.experiment import run
+
+    return run(
+        folder,
+        options.checkpoint,
+        iterations=options.iterations,
+        restarts=options.restarts,
+        noise=options.noise,
+        boards=options.boards,
+        device=options.device,
+    )
