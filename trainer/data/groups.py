@@ -1,4 +1,4 @@
-"""Finite groups and monoids, by name or by multiplication table, for word problems. Imports no torch.
+"""Finite groups and monoids, by name, generators or multiplication table, for word problems. No torch.
 
 Element order and composition follow the published state-tracking data (Schöne et al., "Implicit Language
 Models are RNNs", ICML 2025): the permutations of S_n are in lexicographic order, so that index 0 is the
@@ -18,9 +18,20 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from implicit_blocks.specs import Spec
+
 Table = npt.NDArray[np.int32]
-Definition = str | Sequence[Sequence[int]]
-"""A name, or a multiplication table given by its rows."""
+
+
+class Generators(Spec):
+    """A permutation group given by generators."""
+
+    generators: tuple[tuple[int, ...], ...]
+    """Permutations of the numbers below n, each as the list of the images: [1, 0, 2] exchanges 0 and 1."""
+
+
+Definition = str | Sequence[Sequence[int]] | Generators
+"""A name, generators, or a multiplication table given by its rows."""
 
 MAX_ORDER = 5040
 """Maximum group order, that of S7, whose table takes 100 MB; S8's would take 6.5 GB."""
@@ -96,16 +107,20 @@ def group_order(definition: Definition) -> int:
 
 
 def group(definition: Definition) -> Algebra:
-    """Build a finite group from a name (``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``) or its table.
+    """Build a finite group from a name, generators or its table.
 
-    Index 0 is the identity. Z_n is 0 … n-1 under addition; in a product the index of the last factor varies
-    fastest. ``rows[a][b]`` is the index of ``a∘b``.
+    Names are ``S5``, ``A5``, ``Z7``, or products such as ``A5xZ2``. The elements of a group given by
+    generators are in lexicographic order, as those of S_n are. Index 0 is the identity. Z_n is 0 … n-1 under
+    addition; in a product the index of the last factor varies fastest. ``rows[a][b]`` is the index of
+    ``a∘b``.
 
     Raises:
         ValueError: as `group_order`; a table that does not define a monoid (see `monoid`), whose identity is
             not element 0, or with an element without an inverse.
 
     """
+    if isinstance(definition, Generators):
+        return _generated(definition.generators)
     return _named_group(definition) if isinstance(definition, str) else _group_from_rows(definition)
 
 
@@ -120,7 +135,7 @@ def _named_group(name: str) -> Algebra:
     return Algebra(name=name, table=result.table, identity=result.identity)
 
 
-def monoid(definition: Definition) -> Algebra:
+def monoid(definition: str | Sequence[Sequence[int]]) -> Algebra:
     """Build a monoid from a name (``"EABX"``, also called ``"published"``) or its table.
 
     Names can be multiplied, as in ``"EABXxEABX"``. ``rows[a][b]`` is the index of ``a∘b``; the identity may
@@ -170,13 +185,47 @@ def _permutations(n: int, *, even_only: bool) -> Algebra:
             (elements[:, i] > elements[:, j]).astype(np.int64) for i, j in itertools.combinations(range(n), 2)
         )
         elements = elements[np.broadcast_to(np.asarray(inversions), len(elements)) % 2 == 0]
-    # Permutations encoded as base-n numbers, which ascend in lexicographic order and allow binary search.
-    place = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
-    codes = elements @ place
+    return Algebra(f"{'A' if even_only else 'S'}{n}", _composed(elements), 0)
+
+
+def _composed(elements: npt.NDArray[np.int64]) -> Table:
+    """Return the composition table of permutations (order, n)."""
+    # Sums of images with random 64-bit weights, distinct for all elements, allow a binary search.
+    weights = np.random.Philox(key=elements.shape[1]).random_raw(elements.shape[1])
+    codes = elements.astype(np.uint64) @ weights
+    order = np.argsort(codes)
+    codes = codes[order]
+    assert (codes[1:] != codes[:-1]).all()
     table = np.empty((len(elements), len(elements)), dtype=np.int32)
     for index, a in enumerate(elements):
-        table[index] = np.searchsorted(codes, a[elements] @ place)
-    return Algebra(f"{'A' if even_only else 'S'}{n}", _frozen(table), 0)
+        table[index] = order[np.searchsorted(codes, a[elements].astype(np.uint64) @ weights)]
+    return _frozen(table)
+
+
+@lru_cache(maxsize=8)
+def _generated(generators: tuple[tuple[int, ...], ...]) -> Algebra:
+    if not generators:
+        raise ValueError("a group needs at least one generator, such as [1, 0, 2]")
+    points = len(generators[0])
+    for number, generator in enumerate(generators):
+        if len(generator) != points or sorted(generator) != list(range(points)):
+            raise ValueError(
+                f"generator {number}, {list(generator)}, is not a permutation of 0 to {points - 1}; list "
+                "each number once"
+            )
+    identity = tuple(range(points))
+    found, fresh = {identity}, [identity]
+    while fresh:
+        products = {tuple(g[i] for i in element) for element in fresh for g in generators}
+        fresh = [element for element in products if element not in found]
+        found.update(fresh)
+        if len(found) > MAX_ORDER:
+            raise ValueError(
+                f"the generators generate more than {MAX_ORDER} elements, too many for a composition table; "
+                "choose others"
+            )
+    elements = np.array(sorted(found), dtype=np.int64)
+    return Algebra(f"a group of {len(found)} permutations", _composed(elements), 0)
 
 
 def _group_from_rows(rows: Sequence[Sequence[int]]) -> Algebra:

@@ -12,7 +12,7 @@ Merrill et al., "The Illusion of State in State-Space Models" (2024). Shapes: B 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -47,7 +47,7 @@ class WordProblem:
     """A word problem over a group, optionally times a monoid.
 
     Args:
-        group: a name such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``, or a multiplication table; see
+        group: a name such as ``"S5"``, ``"A5"``, ``"A5xZ2"``, generators, or a multiplication table; see
             `trainer.data.groups.group`.
         monoid: None, ``"EABX"`` (the published one), or a multiplication table; see
             `trainer.data.groups.monoid`.
@@ -64,7 +64,7 @@ class WordProblem:
         self,
         *,
         group: groups.Definition,
-        monoid: groups.Definition | None = None,
+        monoid: str | Sequence[Sequence[int]] | None = None,
         identity_probability: float,
         draw_order: DrawOrder = "fast",
     ) -> None:

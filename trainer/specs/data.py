@@ -71,9 +71,9 @@ class WordProblemSpec(DataSpec):
     changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "identity_probability"})
 
     kind: Literal["word_problem"] = "word_problem"
-    group: str | tuple[tuple[int, ...], ...]
-    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a multiplication table whose first row is the
-    identity."""
+    group: str | groups.Generators | tuple[tuple[int, ...], ...]
+    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a permutation group, as
+    `{generators: [[1, 0, 2], [1, 2, 0]]}`, or a multiplication table whose first row is the identity."""
     monoid: str | tuple[tuple[int, ...], ...] | None = None
     """Monoid to multiply the group with: EABX (the published one), or a multiplication table."""
     identity_probability: Probability = 0.5
@@ -92,13 +92,16 @@ class WordProblemSpec(DataSpec):
     @property
     def group_name(self) -> str:
         """Name of the group, or `a table`."""
+        if isinstance(self.group, groups.Generators):
+            return groups.group(self.group).name
         return self.group if isinstance(self.group, str) else "a table"
 
     @property
     def task(self) -> str:
         """Products in the group and in the monoid."""
         monoid = "EABX" if self.monoid == "published" else self.monoid
-        return f"products in {self.group}" + ("" if monoid is None else f" times the monoid {monoid}")
+        group = self.group.generators if isinstance(self.group, groups.Generators) else self.group
+        return f"products in {group}" + ("" if monoid is None else f" times the monoid {monoid}")
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
@@ -112,8 +115,10 @@ class WordProblemSpec(DataSpec):
     @field_validator("group", mode="before")
     @classmethod
     def _known_group(cls, group: object) -> object:
-        if not isinstance(group, str | list | tuple):
-            raise ValueError("a group must be a name such as S5 or a multiplication table")
+        if isinstance(group, Mapping):
+            group = groups.Generators.model_validate(group)
+        if not isinstance(group, str | list | tuple | groups.Generators):
+            raise ValueError("a group must be a name such as S5, generators, or a multiplication table")
         groups.group_order(group)
         return group
 

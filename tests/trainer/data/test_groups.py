@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.groups import PUBLISHED_MONOID, group, group_order, monoid, product
+from implicit_blocks.specs import SpecError
+from trainer.data.groups import PUBLISHED_MONOID, Generators, group, group_order, monoid, product
 from trainer.data.word_problem import build
 from trainer.specs.run import WordProblemSpec
 
@@ -186,3 +187,33 @@ def test_a_group_given_by_table_equals_the_named_group() -> None:
 def test_imports_no_torch() -> None:
     code = "import sys; import trainer.data.groups; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "generators"),
+    [
+        ("S4", ((1, 0, 2, 3), (1, 2, 3, 0))),
+        ("A5", ((1, 2, 0, 3, 4), (0, 1, 3, 4, 2))),
+        ("Z7", ((1, 2, 3, 4, 5, 6, 0),)),
+    ],
+)
+def test_generators_give_the_group_of_that_name(name, generators):
+    spec = WordProblemSpec.model_validate({"group": {"generators": generators}, "seq_len": 8})
+    assert spec.vocab_size == group(name).order
+    assert np.array_equal(group(Generators(generators=generators)).table, group(name).table)
+    assert WordProblemSpec.model_validate(spec.model_dump()) == spec
+    assert build(spec).batch(0, 2).inputs.max() < spec.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("generators", "message"),
+    [
+        ([], "at least one generator"),
+        ([[0, 0]], r"generator 0, \[0, 0\], is not a permutation of 0 to 1"),
+        ([[1, 0], [1, 2, 0]], "generator 1"),
+        ([[1, 2, 3, 4, 5, 6, 7, 0], [1, 0, 2, 3, 4, 5, 6, 7]], "more than 5040 elements"),
+    ],
+)
+def test_generators_that_give_no_group_are_refused(generators, message):
+    with pytest.raises(SpecError, match=rf"(?s)group.*{message}"):
+        WordProblemSpec.model_validate({"group": {"generators": generators}, "seq_len": 8})
