@@ -1,6 +1,7 @@
 # Everything sets itself up: `make demo` and `make test` need python3 (3.11 or later, with venv), make, and a network.
 #
 #   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
+#   make puzzle     train a model that solves Sudoku of order 6, in ten minutes; solve boards with it
 #   make test       lint, types, tests
 #   make test-all   the same with the tests that take minutes
 #   make lint       ruff alone; make types: mypy alone
@@ -29,13 +30,17 @@ export OMP_NUM_THREADS ?= 1
 # Somebody else's packages on the path would be tested instead of the pinned ones.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-all test-gpu lint types docs format setup setup-dev clean
+.PHONY: help demo puzzle test test-all test-gpu lint types docs format setup setup-dev clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 
 demo: setup
 	@$(BIN)/python benchmarks/demo.py
+
+puzzle: setup
+	@$(BIN)/python -m trainer --spec sudoku_6x6 --output runs/puzzle --device cpu training.threads=2
+	@$(BIN)/python -m trainer.experiments puzzles --checkpoint runs/puzzle --output runs/puzzle-solved --device cpu
 
 test: lint types
 	@$(BIN)/python -m pytest -n $(JOBS)
