@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from implicit_blocks.checkpoints.find import BYTES, CHECKPOINTS, MANIFEST, SPEC, TOKENIZER
+from implicit_blocks.checkpoints.tokenizer_names import is_tokenizer_name
 from implicit_blocks.specs import load_spec
 
 
@@ -27,8 +28,8 @@ def tokenizer_of(source: Path) -> Path | None:
     """Find the tokenizer of an exported folder, or of the data of a run or checkpoint.
 
     Returns:
-        A ``tokenizer.json``, a folder with one, or ``bytes`` for the tokenizer without a file; None if no
-        tokenizer is known.
+        A ``tokenizer.json``, a folder with one, the name of a repository, or ``bytes`` for the tokenizer
+        without a file; None if no tokenizer is known.
 
     """
     if (source / TOKENIZER).is_file():
@@ -51,7 +52,8 @@ def _tokenizer_of_data(data: Any) -> Path | None:
     if path is not None and (Path(path) / TOKENIZER).is_file():
         return Path(path)
     if named is not None:
-        return Path(named) if named == BYTES or Path(named).exists() else None
+        known = named == BYTES or Path(named).exists() or is_tokenizer_name(named)
+        return Path(named) if known else None
     folders = [] if path is None else [Path(path), *sorted(Path(path).glob("*/"))]
     return Path(BYTES) if any(_made_of_bytes(folder / MANIFEST) for folder in folders) else None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from implicit_blocks.checkpoints.find import BYTES
+from implicit_blocks.checkpoints.tokenizer_names import tokenizer_path
 from implicit_blocks.hf import require_transformers
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -15,7 +16,7 @@ _PADDINGS = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 
 
 def load_tokenizer(path: str | Path, *, end: int | None = None) -> Any:
-    """Load a ``tokenizer.json``, a folder with one and its companion files, or ``bytes``.
+    """Load a ``tokenizer.json``, a folder with one and its companion files, a name on the Hub, or ``bytes``.
 
     A bare ``tokenizer.json`` does not name the end-of-text token that lm-eval and ``generate`` need: it is
     the token with the ID ``end`` if given, else the first of the usual names in the vocabulary.
@@ -29,7 +30,7 @@ def load_tokenizer(path: str | Path, *, end: int | None = None) -> Any:
 
     """
     require_transformers("a tokenizer for text")
-    loaded = _of_bytes() if str(path) == BYTES else _of_files(Path(path), end)
+    loaded = _of_bytes() if str(path) == BYTES else _of_files(tokenizer_path(path), end)
     loaded.padding_side = loaded.init_kwargs["padding_side"] = "left"  # saving writes the latter
     if loaded.pad_token_id is None:
         vocabulary = loaded.get_vocab()

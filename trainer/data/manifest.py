@@ -2,7 +2,8 @@
 
 A split's directory contains, for each shard, ``shard_00000.bin`` (raw little-endian uint16 or uint32 IDs),
 ``shard_00000.documents`` (document ends: raw little-endian int64 offsets in the shard after each document's
-last token) and ``shard_00000.json`` (the sidecar). ``manifest.json`` lists all shards and identifies their
+last token) and ``shard_00000.json`` (the sidecar); for conversations also ``shard_00000.targets`` (a byte per
+token, 1 if it is a target of training). ``manifest.json`` lists all shards and identifies their
 tokenizer. A document may continue in the next shard.
 
 Sizes are checked whenever shards are opened. `verify` checks the checksums, once for shards that have not
@@ -26,6 +27,7 @@ MANIFEST = "manifest.json"
 JOB = "job.json"
 """Record of the job's settings in the output directory, beside the splits; written first."""
 DOCUMENTS_SUFFIX = ".documents"
+TARGETS_SUFFIX = ".targets"
 FORMAT = 1
 TRAIN, VALIDATION = "train", "validation"
 _VERIFIED = ".verified.json"
@@ -47,7 +49,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         listed = {shard["file"]: shard for shard in manifest["shards"]}
         width = {"uint16": 2, "uint32": 4}[manifest["dtype"]]
-        sizes = {name: (width * shard["tokens"], 8 * shard["documents"]) for name, shard in listed.items()}
+        sizes = {}
+        for name, shard in listed.items():
+            sizes[folder / name] = width * shard["tokens"]
+            sizes[(folder / name).with_suffix(DOCUMENTS_SUFFIX)] = 8 * shard["documents"]
+            if "targets_sha256" in shard:
+                sizes[(folder / name).with_suffix(TARGETS_SUFFIX)] = shard["tokens"]
         identity = manifest["tokenizer"]["sha256"]
         if not isinstance(identity, str | None):
             raise TypeError(f"the tokenizer's sha256 is {identity!r}")
@@ -57,9 +64,9 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             for key in ("tokens", "documents"):
                 if type(shard[key]) is not int:
                     raise TypeError(f"{key} of {name} is {shard[key]!r}")
-            for key in ("sha256", "documents_sha256"):
-                if not isinstance(shard[key], str):
-                    raise TypeError(f"{key} of {name} is {shard[key]!r}")
+            for key in ("sha256", "documents_sha256", "targets_sha256"):
+                if not isinstance(shard.get(key, "" if key == "targets_sha256" else None), str):
+                    raise TypeError(f"{key} of {name} is {shard.get(key)!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a valid token manifest ({type(error).__name__}: {error}): truncated, modified, "
@@ -69,17 +76,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{path} has format {manifest.get('format')!r}, but this version supports {FORMAT}; {remedy}"
         )
-    for name, expected in sizes.items():
-        for file, size in zip(
-            (folder / name, (folder / name).with_suffix(DOCUMENTS_SUFFIX)), expected, strict=True
-        ):
-            if not file.is_file():
-                raise ValueError(f"{file} is listed in {path} but missing; {remedy}")
-            if file.stat().st_size != size:
-                raise ValueError(
-                    f"{file} has {file.stat().st_size} bytes but {path} specifies {size}: truncated or "
-                    f"replaced; {remedy}"
-                )
+    for file, size in sizes.items():
+        if not file.is_file():
+            raise ValueError(f"{file} is listed in {path} but missing; {remedy}")
+        if file.stat().st_size != size:
+            raise ValueError(
+                f"{file} has {file.stat().st_size} bytes but {path} specifies {size}: truncated or "
+                f"replaced; {remedy}"
+            )
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".npy") and p.name not in listed)
     if others:
         raise ValueError(
@@ -133,6 +137,8 @@ def verify(folder: Path, *, again: bool = False) -> int:
     for shard in manifest["shards"]:
         expected[shard["file"]] = shard["sha256"]
         expected[Path(shard["file"]).with_suffix(DOCUMENTS_SUFFIX).name] = shard["documents_sha256"]
+        if "targets_sha256" in shard:
+            expected[Path(shard["file"]).with_suffix(TARGETS_SUFFIX).name] = shard["targets_sha256"]
     marks = {name: _mark(folder / name, sha256) for name, sha256 in expected.items()}
     known = {} if again else _verified_before(folder)
     unknown = [name for name, mark in marks.items() if known.get(name) != mark]

@@ -20,7 +20,7 @@ import torch
 
 from trainer.data.describing import check_vocabulary
 from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
-from trainer.data.tokenizing.documents import load_dataset
+from trainer.data.tokenizing.reading import load_dataset
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer
 from trainer.data.tokens import TokenData
 

@@ -4,7 +4,8 @@ A shard is ``NAME.bin``, tokens as raw little-endian uint16 or uint32, or ``NAME
 array of integers. An optional sidecar ``NAME.json`` contains ``{"dtype": "uint16", "count": 1000,
 "vocab_size": 50277}``, with every key optional: it declares the dtype, detects truncated files and allows IDs
 to be checked. An optional ``NAME.documents`` contains the document ends: raw little-endian int64, for each
-document the offset in the shard after its last token.
+document the offset in the shard after its last token. An optional ``NAME.targets`` has a byte per token, 1 if
+the token is a target of training: an answer in a conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.manifest import DOCUMENTS_SUFFIX
+from trainer.data.manifest import DOCUMENTS_SUFFIX, TARGETS_SUFFIX
 
 TokenDtype = Literal["uint16", "uint32"]
 
@@ -33,6 +34,7 @@ class Shard:
     tokens: npt.NDArray[np.integer[Any]]
     vocab_size: int | None
     document_ends: npt.NDArray[np.int64] | None = None
+    targets: npt.NDArray[np.uint8] | None = None
 
     def read(self, start: int, stop: int, *, vocab_size: int | None) -> npt.NDArray[np.int64]:
         """Return tokens [start, stop) of this file, checked against the vocabulary.
@@ -153,7 +155,19 @@ def _open(path: Path, dtype: TokenDtype | None) -> Shard:
             "write or copy it again"
         )
     ends = _map_document_ends(path.with_suffix(DOCUMENTS_SUFFIX), len(tokens))
-    return Shard(path, tokens, sidecar.get("vocab_size"), ends)
+    targets = _map_targets(path.with_suffix(TARGETS_SUFFIX), len(tokens))
+    return Shard(path, tokens, sidecar.get("vocab_size"), ends, targets)
+
+
+def _map_targets(path: Path, tokens: int) -> npt.NDArray[np.uint8] | None:
+    if not path.is_file():
+        return None
+    if path.stat().st_size != tokens:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes but its shard {tokens} tokens: truncated, or of another "
+            "shard; write or copy it again"
+        )
+    return np.memmap(path, np.uint8, mode="r")
 
 
 def _map_document_ends(path: Path, tokens: int) -> npt.NDArray[np.int64] | None:

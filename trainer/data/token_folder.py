@@ -55,6 +55,22 @@ class TokenFolder:
         return None if self.document_counts is None else int(self.document_counts[-1])
 
     @property
+    def has_targets(self) -> bool:
+        """Whether the target tokens are known, as in conversations."""
+        return all(shard.targets is not None for shard in self.shards)
+
+    @cached_property
+    def document_ends(self) -> npt.NDArray[np.int64]:
+        """End of each document in the sequence; requires document ends."""
+        starts = self.ends - [len(shard.tokens) for shard in self.shards]
+        parts = [
+            start + shard.document_ends
+            for start, shard in zip(starts, self.shards, strict=True)
+            if shard.document_ends is not None
+        ]
+        return np.concatenate(parts)
+
+    @property
     def vocab_size(self) -> int | None:
         """Vocabulary size declared by the sidecars, or None."""
         return next((shard.vocab_size for shard in self.shards if shard.vocab_size is not None), None)
@@ -80,6 +96,15 @@ class TokenFolder:
         parts = []
         for shard, first, last in self._parts(start, stop):
             parts.append(self.shards[shard].read(first, last, vocab_size=vocab_size))
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def read_targets(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Return which of the tokens [start, stop) of the sequence are targets."""
+        parts = []
+        for shard, first, last in self._parts(start, stop):
+            targets = self.shards[shard].targets
+            assert targets is not None
+            parts.append(targets[first:last] != 0)
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def read_documents(self, start: int, stop: int) -> npt.NDArray[np.int64]:

@@ -1,8 +1,7 @@
 """Tokenize text into shards: ``python -m trainer.tokenize INPUT … --output DIR --tokenizer FILE``.
 
 Exit codes: 0 success, 2 the request cannot be carried out (with a message), 130 interrupted. After an
-    interrupt,
-a kill or a full disk, the same command resumes after the finished shards.
+interrupt, a kill or a full disk, the same command resumes after the finished shards.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import get_args
 from trainer.cli.exit_codes import INTERRUPTED, refuse
 from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, require_finished, verify
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer_for
+from trainer.data.tokenizing.chat import load_chat_tokenizer
 from trainer.data.tokenizing.documents import Format, find_sources
 from trainer.data.tokenizing.job import Result
 from trainer.data.tokenizing.progress import TokenizationProgress
@@ -39,13 +39,20 @@ def parser() -> argparse.ArgumentParser:
         ".jsonl .json .parquet (text formats may be compressed: .xz .gz .bz2 .zst), "
         "`save_to_disk` directories; with --format dataset: Hub names")
     add("--output", type=Path, metavar="DIR", help="output directory for train/ and validation/")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json, a directory that contains one, or 'bytes'")
+    add("--tokenizer", metavar="NAME", help="a tokenizer.json, a directory that contains one, the name of a "
+        "tokenizer on the Hugging Face Hub, or 'bytes'")
     add("--train-tokenizer", type=int, metavar="SIZE", help="first train a byte-level BPE tokenizer of "
         "SIZE IDs on the training documents, and save it as DIR/tokenizer.json")
+    add("--special-tokens", nargs="+", default=[], metavar="TOKEN", help="further tokens of "
+        "--train-tokenizer, such as those of a chat template")
     add("--end-of-document", metavar="TOKEN", help="token appended to each document (default: "
         "the tokenizer's end-of-text token)")
     add("--format", choices=get_args(Format), default="auto", help="input format (default: by file suffix)")
     add("--separator", metavar="TEXT", help="text files: separator between documents")
+    add("--chat", action="store_true", help="read conversations: rows with messages, or with prompt and "
+        "completion; only answers are targets (data.kind=chat)")
+    add("--chat-template", metavar="FILE", help="Jinja template of conversations, or 'chatml' (default: the "
+        "tokenizer's own)")
     add("--text-field", metavar="NAME", help="jsonl, parquet, datasets: field with the text (default: text)")
     add("--split", metavar="NAME", help="datasets: split to read (default: train)")
     add("--config", metavar="NAME", help="Hub datasets: configuration name")
@@ -53,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     add("--validation-split", metavar="NAME", help="datasets: held-out split of the same inputs")
     add("--validation-fraction", type=float, default=0.0, metavar="SHARE", help="fraction of the "
         "documents to hold out, selected by their text and --seed; of a single document, its end")
+    add("--validation-gap", type=int, default=0, metavar="N", help="characters of a single document to leave "
+        "out before its held-out end (default: 0)")
     add("--seed", type=int, metavar="N", help="seed of that selection (default: 0)")
     add("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
     add("--shard-tokens", type=float, default=float(1 << 27), metavar="N", help="tokens per shard, about")
@@ -76,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with TokenizationProgress(sys.stderr) as progress:
             _tokenize(options, progress)
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
         return refuse("interrupted; run the same command to resume after the finished shards", INTERRUPTED)
@@ -98,6 +107,7 @@ def _tokenize(options: argparse.Namespace, progress: TokenizationProgress) -> No
         tokenizer=BytesTokenizer(),
         validation=validation,
         validation_fraction=options.validation_fraction,
+        validation_gap=options.validation_gap,
         seed=options.seed or 0,
         shard_tokens=int(options.shard_tokens),
         workers=options.workers if options.workers is not None else len(_cores()),
@@ -117,13 +127,25 @@ def _require_used(options: argparse.Namespace, documents: Documents, validation:
     formats = {
         source.format for part in (documents, validation) if part is not None for source in part.sources
     }
+    if options.chat and options.train_tokenizer is not None:
+        raise ValueError(
+            "--train-tokenizer learns from plain text, not from conversations; give the tokenizer of the "
+            "model that you fine-tune by --tokenizer"
+        )
     for option, value, unused, applies in (
+        (
+            "--special-tokens",
+            " ".join(options.special_tokens) or None,
+            options.train_tokenizer is None,
+            "adds tokens to a tokenizer that --train-tokenizer trains",
+        ),
+        ("--chat-template", options.chat_template, not options.chat, "renders the conversations of --chat"),
         ("--separator", options.separator, "text" not in formats, "separates documents in text files"),
         (
             "--text-field",
             options.text_field,
-            formats == {"text"},
-            "selects a field of jsonl, parquet or datasets",
+            formats == {"text"} or options.chat,
+            "selects a field with text in jsonl, parquet or datasets",
         ),
         ("--split", options.split, "dataset" not in formats, "selects a split of a dataset"),
         ("--config", options.config, "dataset" not in formats, "selects a configuration of a dataset"),
@@ -159,6 +181,7 @@ def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -
         text_field=options.text_field or "text",
         dataset_split=split,
         dataset_config=options.config,
+        chat=options.chat,
     )
 
 
@@ -166,7 +189,10 @@ def _tokenizer(
     options: argparse.Namespace, documents: Documents, progress: TokenizationProgress
 ) -> Tokenizer:
     if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
+        loaded = load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
+        if not options.chat:
+            return loaded
+        return load_chat_tokenizer(loaded, options.tokenizer, template=options.chat_template)
     if options.end_of_document not in (None, END_OF_DOCUMENT):
         raise ValueError(
             f"--train-tokenizer ends documents with {END_OF_DOCUMENT}, not with "
@@ -176,6 +202,8 @@ def _tokenizer(
         options.output,
         documents,
         vocab_size=options.train_tokenizer,
+        special_tokens=options.special_tokens,
+        validation_gap=options.validation_gap,
         validation_fraction=options.validation_fraction,
         seed=options.seed or 0,
         log=progress.log,

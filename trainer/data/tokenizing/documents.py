@@ -1,27 +1,27 @@
 """Documents from plain text, jsonl, parquet and Hugging Face datasets, optionally compressed.
 
-Text is read in pieces of bounded size, see `trainer.data.tokenizing.pieces`.
+Text is read in pieces of bounded size, see `trainer.data.tokenizing.pieces`. A conversation is one piece.
 """
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
-import io
-import json
-import lzma
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-from implicit_blocks._utils.own_parts import install_extra
+from trainer.data.tokenizing.fields import Conversations, Fields, TextField
 from trainer.data.tokenizing.pieces import Piece, cut, whole, with_text
+from trainer.data.tokenizing.reading import (
+    blocks_of_text,
+    is_dataset,
+    rows_of_dataset,
+    rows_of_jsonl,
+    rows_of_parquet,
+)
 from trainer.storage.files import sha256_of
 
-_BLOCK = 1 << 18  # characters per read
 _GLIMPSE = 1 << 16  # bytes
 
 Format = Literal["auto", "text", "jsonl", "parquet", "dataset"]
@@ -72,9 +72,11 @@ class Documents:
         text_field: jsonl, parquet and datasets: the field that contains the text.
         dataset_split: datasets: the split.
         dataset_config: Hub datasets: the configuration.
+        chat: read conversations, see `trainer.data.tokenizing.fields.Conversations`; each is one document.
 
     Raises:
-        ValueError: the separator is empty, or an input is given twice and its documents would count twice.
+        ValueError: the separator is empty, an input is given twice and its documents would count twice, or
+            conversations are to be read from plain text.
 
     """
 
@@ -83,8 +85,15 @@ class Documents:
     text_field: str = "text"
     dataset_split: str = "train"
     dataset_config: str | None = None
+    chat: bool = False
 
     def __post_init__(self) -> None:
+        for source in self.sources if self.chat else ():
+            if source.format == "text":
+                raise ValueError(
+                    f"{source.name} is plain text, which has no roles; conversations are rows of jsonl, "
+                    "parquet or datasets with messages, or with prompt and completion"
+                )
         if self.separator == "":
             raise ValueError("the separator is empty; give the text between documents, or omit it")
         for names in self._inputs().values():
@@ -144,28 +153,19 @@ class Documents:
             progress(before / total)
 
     def _read(self, source: Source, report: Callable[[float], None]) -> Iterator[Piece]:
+        if source.format == "text":
+            assert source.path is not None
+            return cut(blocks_of_text(source.path, report), self.separator)
+        fields: Fields = Conversations() if self.chat else TextField(self.text_field)
         if source.format == "dataset":
-            return whole(self._rows_of_dataset(source, report))
-        assert source.path is not None
-        if source.format == "parquet":
-            return whole(_rows_of_parquet(source.path, self.text_field, report))
-        if source.format == "jsonl":
-            return whole(_rows_of_jsonl(source.path, self.text_field, report))
-        return cut(_blocks(source.path, report), self.separator)
-
-    def _rows_of_dataset(self, source: Source, report: Callable[[float], None]) -> Iterator[str]:
-        dataset = load_dataset(
-            source.name, split=self.dataset_split, config=self.dataset_config, streaming=False
-        )
-        if self.text_field not in dataset.column_names:
-            raise ValueError(
-                f"dataset {source.name} has no field {self.text_field!r}; it has "
-                f"{', '.join(dataset.column_names)}; select one by --text-field"
+            rows = rows_of_dataset(
+                source.name, fields.select, report, split=self.dataset_split, config=self.dataset_config
             )
-        for number, text in enumerate(dataset[self.text_field]):
-            yield _text(text, f"row {number} of {source.name}", self.text_field)
-            if number % 1000 == 0:
-                report(number / len(dataset))
+        else:
+            assert source.path is not None
+            read = rows_of_parquet if source.format == "parquet" else rows_of_jsonl
+            rows = read(source.path, fields.select, report)
+        return whole((fields.read(row, place), place) for place, row in rows)
 
 
 def find_sources(inputs: Sequence[str], *, format: Format = "auto") -> list[Source]:
@@ -184,7 +184,7 @@ def find_sources(inputs: Sequence[str], *, format: Format = "auto") -> list[Sour
     found = []
     for name in inputs:
         path = Path(name)
-        if format == "dataset" or (format == "auto" and _is_dataset(path)):
+        if format == "dataset" or (format == "auto" and is_dataset(path)):
             found.append(Source(name, path if path.exists() else None, "dataset"))
         elif path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file())
@@ -204,36 +204,6 @@ def find_sources(inputs: Sequence[str], *, format: Format = "auto") -> list[Sour
     if not found:
         raise ValueError("no inputs; give files, directories or a dataset")
     return found
-
-
-def load_dataset(name: str, *, split: str, config: str | None, streaming: bool) -> Any:
-    """Open a Hugging Face dataset: a `save_to_disk` directory, a directory of data files, or a Hub name.
-
-    Raises:
-        ValueError: the package is missing, or the dataset or split does not exist.
-
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"reading dataset {name} needs the package datasets; install it by {install_extra('data')}"
-        ) from error
-    try:
-        if _is_dataset(Path(name)):
-            loaded = datasets.load_from_disk(name)
-            if isinstance(loaded, datasets.DatasetDict):
-                if split not in loaded:
-                    raise ValueError(f"it has no split {split!r}; available: {', '.join(map(str, loaded))}")
-                loaded = loaded[split]
-            return loaded.to_iterable_dataset() if streaming else loaded
-        return datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except Exception as error:  # the package raises whatever reading and downloading raise
-        raise ValueError(f"dataset {name} cannot be opened: {error}") from error
-
-
-def _is_dataset(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _format_of(path: Path) -> Format | None:
@@ -284,127 +254,3 @@ def _copies(sources: Sequence[Source], others: Sequence[Source]) -> Iterator[str
 
 def _size(source: Source) -> int:
     return source.path.stat().st_size if source.path is not None and source.path.is_file() else 1
-
-
-# ------------------------------------------------------------------------------------------ text
-
-
-def _blocks(path: Path, report: Callable[[float], None]) -> Iterator[str]:
-    """Yield decompressed text in blocks, with line ends normalized to line feeds."""
-    with _opened(path, report) as file:
-        try:
-            while block := file.read(_BLOCK):
-                yield block
-        except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
-            raise _unreadable(path, error) from error
-
-
-@contextmanager
-def _opened(path: Path, report: Callable[[float], None]) -> Iterator[IO[str]]:
-    """Open a text file, decompressed, with line feeds as line ends and without a byte-order mark."""
-    with ExitStack() as stack:
-        raw = stack.enter_context(io.BufferedReader(_Reported(path, report), 1 << 20))
-        opened: Any = raw
-        if path.suffix == ".xz":
-            opened = stack.enter_context(lzma.LZMAFile(raw))
-        elif path.suffix == ".gz":
-            opened = stack.enter_context(gzip.GzipFile(fileobj=raw))
-        elif path.suffix == ".bz2":
-            opened = stack.enter_context(bz2.BZ2File(raw))
-        elif path.suffix == ".zst":
-            try:
-                import pyarrow
-            except ImportError as error:
-                raise _needs_pyarrow(path) from error
-            opened = stack.enter_context(pyarrow.CompressedInputStream(raw, "zstd"))
-        yield stack.enter_context(io.TextIOWrapper(opened, encoding="utf-8-sig", newline=None))
-
-
-class _Reported(io.FileIO):
-    """A file that reports how much of it has been read."""
-
-    def __init__(self, path: Path, report: Callable[[float], None]) -> None:
-        super().__init__(path)
-        self._size, self._report = path.stat().st_size or 1, report
-
-    def readinto(self, buffer: Any) -> int | None:
-        count = super().readinto(buffer)
-        self._report(min(1.0, self.tell() / self._size))
-        return count
-
-
-# ------------------------------------------------------------------------------------------ rows
-
-
-def _rows_of_jsonl(path: Path, field: str, report: Callable[[float], None]) -> Iterator[str]:
-    with _opened(path, report) as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    why = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON ({error})"
-                    raise ValueError(
-                        f"line {number} of {path} is {why}; jsonl has one object per line"
-                    ) from error
-                if not isinstance(row, dict) or field not in row:
-                    has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                    raise ValueError(
-                        f"line {number} of {path} has no field {field!r}, only {has}; "
-                        "select the text field by --text-field"
-                    )
-                yield _text(row[field], f"line {number} of {path}", field)
-        except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
-            raise _unreadable(path, error, f" after line {number}") from error
-
-
-def _rows_of_parquet(path: Path, field: str, report: Callable[[float], None]) -> Iterator[str]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise _needs_pyarrow(path) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if field not in names:
-                raise ValueError(
-                    f"{path} has no column {field!r}, only {', '.join(names)}; select the text column by "
-                    "--text-field"
-                )
-            number, rows = 0, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield _text(text, f"row {number} of {path}", field)
-                    number += 1
-                report(number / rows)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _unreadable(path, error) from error
-
-
-def _text(value: Any, where: str, field: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(
-            f"{field!r} in {where} is {type(value).__name__}, not text; set another --text-field"
-        )
-    text: str = value
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which JSON allows
-        text = text.encode("utf-8", "replace").decode("utf-8")
-    return text
-
-
-def _unreadable(path: Path, error: BaseException, where: str = "") -> ValueError:
-    if isinstance(error, UnicodeDecodeError):
-        return ValueError(f"{path} is not UTF-8{where} ({error}); convert it first, for example by iconv")
-    return ValueError(
-        f"{path} cannot be read{where} ({error}): truncated or of another format; copy it again"
-    )
-
-
-def _needs_pyarrow(path: Path) -> ValueError:
-    return ValueError(f"reading {path.name} needs the package pyarrow; install it by {install_extra('data')}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from implicit_blocks.checkpoints.find import TOKENIZER
 from trainer.data.manifest import JOB, MANIFEST, TRAIN, VALIDATION, read_manifest, verify
+from trainer.data.tokenizing.chat import ChatTokenizer
 from trainer.data.tokenizing.documents import Documents
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.shards import Dtype, ShardWriter
@@ -50,6 +52,7 @@ class Job:
         validation: held-out documents from separate inputs.
         validation_fraction: fraction of `documents` to hold out instead. The side of a document depends only
             on its text and `seed`, so exact copies stay together; of a single document, the end is held out.
+        validation_gap: characters of a single document to leave out between both sides.
         seed: seed of that selection; 0 to 2^64 - 1.
         shard_tokens: number of tokens at which a shard is closed.
         workers: number of processes; the shards do not depend on it.
@@ -61,6 +64,7 @@ class Job:
     tokenizer: Tokenizer
     validation: Documents | None = None
     validation_fraction: float = 0.0
+    validation_gap: int = 0
     seed: int = 0
     shard_tokens: int = 1 << 27
     workers: int = 1
@@ -76,6 +80,10 @@ class Job:
             raise ValueError(
                 f"validation fraction must be at least 0 and below 1, got {self.validation_fraction}"
             )
+        if self.validation_gap and not self.validation_fraction:
+            raise ValueError("a validation gap needs a validation fraction: it lies before the held-out text")
+        if self.validation_gap < 0:
+            raise ValueError(f"validation gap must be at least 0, got {self.validation_gap}")
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed {self.seed} is out of range; use 0 to 2**64 - 1")
         if self.validation is not None and self.validation_fraction:
@@ -103,6 +111,7 @@ class Job:
             "shard_tokens": self.shard_tokens,
             "validation_fraction": self.validation_fraction,
             "seed": self.seed if self.validation_fraction else None,
+            **({"validation_gap": self.validation_gap} if self.validation_gap else {}),
             **{side: described(documents) for side, documents in sides.items() if documents is not None},
         }
 
@@ -136,9 +145,12 @@ def tokenize(
         _begin(job)
         with encoders(job.tokenizer, dtype=job.dtype, workers=job.workers) as encode:
             if job.validation_fraction:
-                split = find_split(job.documents, fraction=job.validation_fraction, seed=job.seed)
+                split = find_split(
+                    job.documents, fraction=job.validation_fraction, seed=job.seed, gap=job.validation_gap
+                )
                 if isinstance(split, AtPosition):
-                    log(f"one document: its end is held out, about {split.held_out:,} characters")
+                    gap = f", after a gap of {split.gap:,}" if split.gap else ""
+                    log(f"one document: its end is held out, about {split.held_out:,} characters{gap}")
                 return _convert(job, job.documents, split, [TRAIN, VALIDATION], encode, log, report)
             repeats = None if job.validation is None else Repeats(job.validation)
             watch = None if repeats is None else repeats.watch
@@ -195,10 +207,12 @@ def _convert(
         read_pieces = documents.pieces(read)
         pieces = split.assign(read_pieces if watch is None else watch(read_pieces))
         pieces = _counted(pieces, least=max(done.values()), output=job.output)
-        for task, (ids, lengths) in encode(_tasks(pieces, done)):
+        for task, (ids, lengths, targets) in encode(_tasks(pieces, done)):
             start = 0
             for side, number, ends, length in zip(task.sides, task.numbers, task.ends, lengths, strict=True):
-                writers[side].add(ids[start : start + length], ends=ends, piece=number)
+                span = slice(start, start + length)
+                scored = None if targets is None else targets[span]
+                writers[side].add(ids[span], ends=ends, piece=number, targets=scored)
                 start += length
             report(
                 share,
@@ -206,10 +220,15 @@ def _convert(
                 sum(writer.tokens for writer in writers.values()),
             )
         if not all(writer.tokens for writer in writers.values()):
-            _abandon(job, writers.values())
+            for writer in writers.values():
+                writer.remove()
             require_both_sides({side: writer.documents for side, writer in writers.items()})
         for side, writer in writers.items():
             writer.close({"split": side, "tokenizer": job.tokenizer.identity, "from": described(documents)})
+    except ValueError:
+        if not any(writer.finished for writer in writers.values()):
+            _abandon(job, writers.values())  # so that the command can be corrected
+        raise
     finally:
         for writer in writers.values():
             writer.discard()
@@ -219,12 +238,11 @@ def _convert(
 def _abandon(job: Job, writers: Iterable[ShardWriter]) -> None:
     """Remove everything written, because no other options could continue from it."""
     for writer in writers:
-        writer.discard()
-        for path in writer.folder.glob("shard_*"):
-            path.unlink()
-        with contextlib.suppress(OSError):  # there are other files
-            writer.folder.rmdir()
-    (job.output / JOB).unlink()
+        writer.remove()
+    (job.output / JOB).unlink(missing_ok=True)
+    for name in _files_of(job.tokenizer):
+        if name != TOKENIZER or isinstance(job.tokenizer, ChatTokenizer):  # a trained tokenizer is reused
+            (job.output / name).unlink(missing_ok=True)
 
 
 def _counted(pieces: Iterator[tuple[str, Piece]], *, least: int, output: Path) -> Iterator[tuple[str, Piece]]:
@@ -242,7 +260,7 @@ def _counted(pieces: Iterator[tuple[str, Piece]], *, least: int, output: Path) -
 
 def _tasks(pieces: Iterator[tuple[str, Piece]], done: dict[str, int]) -> Iterator[Task]:
     """Group pieces into tasks, skipping those whose shards are finished."""
-    task, size = Task([], [], [], []), 0
+    task, size = Task([], [], [], [], []), 0
     for number, (side, piece) in enumerate(pieces):
         if number < done[side]:
             continue
@@ -250,10 +268,11 @@ def _tasks(pieces: Iterator[tuple[str, Piece]], done: dict[str, int]) -> Iterato
         task.numbers.append(number)
         task.texts.append(piece.text)
         task.ends.append(piece.ends)
+        task.places.append(piece.place)
         size += len(piece.text)
         if size >= _TASK or len(task.texts) >= 4096:
             yield task
-            task, size = Task([], [], [], []), 0
+            task, size = Task([], [], [], [], []), 0
     if task.texts:
         yield task
 
@@ -266,6 +285,7 @@ def described(documents: Documents) -> dict[str, Any]:
         "text_field": documents.text_field,
         "dataset_split": documents.dataset_split,
         "dataset_config": documents.dataset_config,
+        **({"chat": True} if documents.chat else {}),
     }
 
 
@@ -312,8 +332,17 @@ def _begin(job: Job) -> None:
             )
         _require_tokenizer(job)
         write_json(path, record)
-    if isinstance(job.tokenizer, FileTokenizer):
-        write_atomically(job.output / "tokenizer.json", job.tokenizer.content)
+    for name, content in _files_of(job.tokenizer).items():
+        write_atomically(job.output / name, content)
+
+
+def _files_of(tokenizer: Tokenizer) -> Mapping[str, str]:
+    """Return the files of a tokenizer, by name; none for bytes."""
+    if isinstance(tokenizer, ChatTokenizer):
+        return tokenizer.files()
+    return (
+        {TOKENIZER: tokenizer.content, **tokenizer.companions} if isinstance(tokenizer, FileTokenizer) else {}
+    )
 
 
 def _require_tokenizer(job: Job) -> None:
@@ -325,7 +354,8 @@ def _require_tokenizer(job: Job) -> None:
         there: Any = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         there = None
-    if not isinstance(job.tokenizer, FileTokenizer) or there != json.loads(job.tokenizer.content):
+    content = _files_of(job.tokenizer).get(TOKENIZER)
+    if content is None or there != json.loads(content):
         raise ValueError(f"{file} is not the tokenizer of this job; remove it, or choose another --output")
 
 

@@ -19,6 +19,8 @@ class Piece(NamedTuple):
     text: str
     begins: bool
     ends: bool
+    place: str = ""
+    """The row that contains the document, such as ``line 3 of chat.jsonl``; empty for plain text."""
 
 
 def cut(blocks: Iterator[str], separator: str | None) -> Iterator[Piece]:
@@ -43,13 +45,13 @@ def cut(blocks: Iterator[str], separator: str | None) -> Iterator[Piece]:
         begins = True
 
 
-def _pieces(text: str, *, begins: bool, ends: bool) -> Iterator[Piece]:
+def _pieces(text: str, *, begins: bool, ends: bool, place: str = "") -> Iterator[Piece]:
     """Split text so that every piece but the last ends at the first line end after PIECE characters."""
     start = 0
     while (cut := _line_end(text, start + PIECE, len(text) - 1)) is not None:
-        yield Piece(text[start:cut], begins, False)
+        yield Piece(text[start:cut], begins, False, place)
         start, begins = cut, False
-    yield Piece(text[start:], begins, ends)
+    yield Piece(text[start:], begins, ends, place)
 
 
 def _line_end(text: str, start: int, stop: int) -> int | None:
@@ -58,10 +60,10 @@ def _line_end(text: str, start: int, stop: int) -> int | None:
     return None if at < 0 else at + 1
 
 
-def whole(texts: Iterator[str]) -> Iterator[Piece]:
-    """Yield complete documents in pieces."""
-    for text in texts:
-        yield from _pieces(text, begins=True, ends=True)
+def whole(texts: Iterator[tuple[str, str]]) -> Iterator[Piece]:
+    """Yield complete documents in pieces, from their texts and places."""
+    for text, place in texts:
+        yield from _pieces(text, begins=True, ends=True, place=place)
 
 
 def with_text(pieces: Iterator[Piece]) -> Iterator[Piece]:

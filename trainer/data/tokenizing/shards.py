@@ -15,10 +15,12 @@ from typing import IO, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.manifest import DOCUMENTS_SUFFIX, FORMAT, MANIFEST
+from trainer.data.manifest import DOCUMENTS_SUFFIX, FORMAT, MANIFEST, TARGETS_SUFFIX
 from trainer.storage.files import fsync_path, open_own, sha256_of, write_json
 
 Dtype = Literal["uint16", "uint32"]
+Targets = npt.NDArray[np.uint8]
+"""1 at the tokens that are targets, 0 elsewhere."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -37,10 +39,16 @@ class FinishedShard:
     sha256: str
     documents_sha256: str
     next_piece: int
+    targets_sha256: str | None = None
+    """Checksum of the target tokens; None for text, of which every token is a target."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the shard's fields that are set."""
+        return {key: value for key, value in vars(self).items() if value is not None}
 
     def as_manifest(self) -> dict[str, Any]:
         """Return the shard's manifest entry."""
-        return {key: value for key, value in vars(self).items() if key != "next_piece"}
+        return {key: value for key, value in self.as_json().items() if key != "next_piece"}
 
 
 class ShardWriter:
@@ -74,7 +82,7 @@ class ShardWriter:
         self.next_piece = self.finished[-1].next_piece if self.finished else 0
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
-        self._tokens, self._ends = 0, list[int]()
+        self._tokens, self._ends, self._targets = 0, list[int](), list[Targets]()
 
     @property
     def tokens(self) -> int:
@@ -86,8 +94,10 @@ class ShardWriter:
         """Number of documents ended so far."""
         return sum(shard.documents for shard in self.finished) + len(self._ends)
 
-    def add(self, ids: npt.NDArray[np.integer[Any]], *, ends: bool, piece: int) -> None:
-        """Append the IDs of a piece, with index `piece` among all input pieces.
+    def add(
+        self, ids: npt.NDArray[np.integer[Any]], *, ends: bool, piece: int, targets: Targets | None = None
+    ) -> None:
+        """Append the IDs of a piece, with index `piece` among all input pieces, and which are targets.
 
         Raises:
             DiskFullError: the disk is full.
@@ -100,6 +110,8 @@ class ShardWriter:
             self._file.write(data)
         self._hash.update(data)
         self._tokens += len(ids)
+        if targets is not None:
+            self._targets.append(targets)
         if ends:
             self._ends.append(self._tokens)
         self.next_piece = piece + 1
@@ -134,17 +146,21 @@ class ShardWriter:
 
     def _finish(self) -> None:
         assert self._file is not None
-        ends = np.array(self._ends, dtype="<i8").tobytes()
+        others = {DOCUMENTS_SUFFIX: np.array(self._ends, dtype="<i8").tobytes()}
+        if self._targets:
+            others[TARGETS_SUFFIX] = np.concatenate(self._targets).astype(np.uint8).tobytes()
+        sums = {suffix: hashlib.sha256(content).hexdigest() for suffix, content in others.items()}
         name = self._name
         with self._room():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            with _create(self._temporary(DOCUMENTS_SUFFIX)) as file:
-                file.write(ends)
-                file.flush()
-                os.fsync(file.fileno())
-            for suffix in (".bin", DOCUMENTS_SUFFIX):
+            for suffix, content in others.items():
+                with _create(self._temporary(suffix)) as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for suffix in (".bin", *others):
                 self._temporary(suffix).replace(self.folder / f"{name}{suffix}")
             fsync_path(self.folder)
             shard = FinishedShard(
@@ -152,22 +168,33 @@ class ShardWriter:
                 tokens=self._tokens,
                 documents=len(self._ends),
                 sha256=self._hash.hexdigest(),
-                documents_sha256=hashlib.sha256(ends).hexdigest(),
+                documents_sha256=sums[DOCUMENTS_SUFFIX],
                 next_piece=self.next_piece,
+                targets_sha256=sums.get(TARGETS_SUFFIX),
             )
             of_ids = {"dtype": self._dtype, "count": self._tokens, "vocab_size": self._vocab_size}
             # Written last: it marks the shard as finished.
-            write_json(self.folder / f"{name}.json", {**of_ids, **vars(shard)})
+            write_json(self.folder / f"{name}.json", {**of_ids, **shard.as_json()})
         self.finished.append(shard)
-        self._file, self._hash, self._tokens, self._ends = None, hashlib.sha256(), 0, []
+        self._file, self._hash, self._tokens = None, hashlib.sha256(), 0
+        self._ends, self._targets = [], []
 
     def discard(self) -> None:
         """Remove unfinished files."""
         if self._file is not None:
             with suppress(OSError):  # buffered data may not fit on the disk
                 self._file.close()
-        for suffix in (".bin", DOCUMENTS_SUFFIX):
+        for suffix in (".bin", DOCUMENTS_SUFFIX, TARGETS_SUFFIX):
             self._temporary(suffix).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove all shards, and the directory unless it has other files."""
+        self.discard()
+        self.finished.clear()
+        for path in self.folder.glob("shard_*"):
+            path.unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
 
     @property
     def _name(self) -> str:
@@ -230,7 +257,10 @@ def _checked(sidecar: Path, *, dtype: str, vocab_size: int) -> tuple[FinishedSha
     for file, sha256 in (
         (sidecar.with_suffix(".bin"), shard.sha256),
         (sidecar.with_suffix(DOCUMENTS_SUFFIX), shard.documents_sha256),
+        (sidecar.with_suffix(TARGETS_SUFFIX), shard.targets_sha256),
     ):
+        if sha256 is None:
+            continue
         if not file.is_file() or sha256_of(file) != sha256:
             return None, f"{file.name} is missing, truncated or modified"
     return shard, ""

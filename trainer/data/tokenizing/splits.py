@@ -14,6 +14,7 @@ from trainer.data.tokenizing.pieces import Piece
 
 MAX_SEED = 2**64 - 1
 
+_GAP = "gap"
 _BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s+"))
 """Ends of paragraphs, lines and words, in order of preference for a cut."""
 
@@ -62,26 +63,36 @@ class AtPosition:
     """Holds out the end of a single document.
 
     The document is cut near the position `characters - held_out`, after a paragraph, else after a line or a
-    word. Each part ends like a document, and no character is in both.
+    word. Each part ends like a document, and no character is in both. The last `gap` characters before the
+    cut are in neither.
     """
 
     characters: int
     held_out: int
+    gap: int = 0
 
     def assign(self, pieces: Iterator[Piece]) -> Iterator[tuple[str, Piece]]:
         """See `Split.assign`."""
-        target, start, side, begins = self.characters - self.held_out, 0, TRAIN, True
+        target, start, begins = self.characters - self.held_out, 0, True
+        stop, side = target - self.gap, TRAIN
         for piece in pieces:
             text, end = piece.text, start + len(piece.text)
-            if side == TRAIN and end >= target:
-                cut = _boundary(text, target - start, reach=self.held_out // 4, is_last=piece.ends)
+            if side == TRAIN and end >= stop:  # the end of the training text
+                cut = self._cut(piece, stop - start)
                 if cut:
                     yield TRAIN, Piece(text[:cut], begins, ends=True)
-                text, side, begins = text[cut:], VALIDATION, True
-            if text:
+                text, start, side, begins = text[cut:], start + cut, _GAP, True
+            if side == _GAP and end >= target:  # the end of the gap
+                cut = self._cut(piece._replace(text=text), target - start) if self.gap else 0
+                text, start, side = text[cut:], start + cut, VALIDATION
+            if side != _GAP and text:
                 yield side, Piece(text, begins, piece.ends)
                 begins = False
             start = end
+
+    def _cut(self, piece: Piece, near: int) -> int:
+        reach = min(self.held_out // 4, self.gap // 2) if self.gap else self.held_out // 4
+        return _boundary(piece.text, near, reach=reach, is_last=piece.ends)
 
 
 def _boundary(text: str, near: int, *, reach: int, is_last: bool) -> int:
@@ -101,6 +112,7 @@ def find_split(
     *,
     fraction: float,
     seed: int,
+    gap: int = 0,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Split:
     """Select how to hold out a fraction of the documents: by document, or at a position if there is only one.
@@ -108,7 +120,8 @@ def find_split(
     Reads the first document.
 
     Raises:
-        ValueError: there is no text, or too little to hold out such a fraction.
+        ValueError: there is no text, or too little to hold out such a fraction with such a gap; a gap is
+            given for several documents; or there is a single conversation, which cannot be cut.
 
     """
     if not fraction:
@@ -116,15 +129,27 @@ def find_split(
     characters = 0
     for number, piece in enumerate(documents.pieces(progress)):
         if piece.begins and number:
+            if gap:
+                raise ValueError(
+                    f"the validation gap of {gap} characters has no effect: the inputs are several "
+                    "documents, and whole documents are held out; omit it"
+                )
             return ByDocument(fraction, seed)
         characters += len(piece.text)
+    if documents.chat:
+        raise ValueError(
+            "the inputs are a single conversation, which cannot be split; give more, or hold out another "
+            "file by --validation"
+        )
     held_out = round(characters * fraction)
-    if not 0 < held_out < characters:
+    if not 0 < held_out < characters - gap:
+        behind = f" after a gap of {gap}" if gap else ""
         raise ValueError(
             f"the inputs are a single document of {characters} characters, too short to hold out a fraction "
-            f"of {fraction:g}; give more text, or a larger --validation-fraction"
+            f"of {fraction:g}{behind}; give more text, or a larger --validation-fraction"
+            + (", or a smaller --validation-gap" if gap else "")
         )
-    return AtPosition(characters, held_out)
+    return AtPosition(characters, held_out, gap)
 
 
 class Repeats:

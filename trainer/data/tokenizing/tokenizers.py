@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks.checkpoints.find import TOKENIZER
+from implicit_blocks.checkpoints.tokenizer_names import tokenizer_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """End-of-document token of tokenizers trained here, with ID 0."""
 _USUAL_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a `tokenizer.json` that name its special tokens and have its chat template."""
 
 Ids = npt.NDArray[np.integer[Any]]
 
@@ -69,6 +75,8 @@ class FileTokenizer:
     end_of_document: int
     vocab_size: int
     _inner: Any = field(repr=False, compare=False)
+    companions: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """The contents of the `COMPANIONS` beside the file, by name."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -87,7 +95,8 @@ def load_tokenizer(source: str | Path, *, end_of_document: str | None = None) ->
     """Load a tokenizer.
 
     Args:
-        source: ``bytes``, a `tokenizer.json`, or a directory that contains one.
+        source: ``bytes``, a `tokenizer.json`, a directory with a tokenizer of transformers, or the name of
+            one on the Hugging Face Hub, as `AutoTokenizer` resolves it.
         end_of_document: token appended to documents; None: the `eos_token` of the directory's
             `tokenizer_config.json`, else the first known end token in the vocabulary (``<|endoftext|>``,
             ``</s>``, …).
@@ -103,19 +112,58 @@ def load_tokenizer(source: str | Path, *, end_of_document: str | None = None) ->
                 f"the bytes tokenizer has no token {end_of_document!r}; it ends documents with 256"
             )
         return BytesTokenizer()
-    path = Path(source)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"there is no tokenizer {file}; give a tokenizer.json, a directory that contains one, or 'bytes'"
-        )
+    path = tokenizer_path(source)
+    file = path / TOKENIZER if path.is_dir() else path
     config = file.with_name("tokenizer_config.json")
+    if file.is_file():
+        content, companions = file.read_text(encoding="utf-8"), _companions(file.parent)
+    elif config.is_file():
+        content, companions = _converted(path)
+    else:
+        raise ValueError(
+            f"there is no tokenizer {file}; give a tokenizer.json, a directory that contains one, the name "
+            "of one on the Hub, or 'bytes'"
+        )
     if end_of_document is None and config.is_file():
         end_of_document = _end_of(config)
     try:
-        return from_content(file.read_text(encoding="utf-8"), end_of_document=end_of_document)
+        made = from_content(content, end_of_document=end_of_document)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
+    return replace(made, companions=companions)
+
+
+def _companions(folder: Path) -> dict[str, str]:
+    """Read the files beside a `tokenizer.json`, except a configuration that needs code of its own."""
+    files = [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    found = {file.name: file.read_text(encoding="utf-8") for file in files}
+    if '"auto_map"' in found.get("tokenizer_config.json", ""):
+        del found["tokenizer_config.json"]
+    return found
+
+
+def _converted(folder: Path) -> tuple[str, dict[str, str]]:
+    """Convert a tokenizer of transformers without a `tokenizer.json`: its content, and its companions."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} has no {TOKENIZER}, so reading its tokenizer needs the package transformers; install "
+            f"it by {install_extra('hf')}"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        files = loaded.vocab_files_names.values()
+        if not any((folder / name).is_file() for name in files):  # transformers makes an empty tokenizer
+            raise ValueError(f"it has none of its files {', '.join(files)}")
+        with TemporaryDirectory() as made:
+            loaded.save_pretrained(made)
+            return (Path(made) / TOKENIZER).read_text(encoding="utf-8"), _companions(Path(made))
+    except Exception as error:  # transformers raises whatever its tokenizers raise
+        raise ValueError(
+            f"the tokenizer in {folder} has no {TOKENIZER} and cannot be converted to one "
+            f"({type(error).__name__}: {error}); save it by transformers as a fast tokenizer"
+        ) from error
 
 
 def _end_of(config: Path) -> str | None:
@@ -157,7 +205,7 @@ def from_content(content: str, *, end_of_document: str | int | None = None) -> F
     return FileTokenizer(content=content, end_of_document=number, vocab_size=size, _inner=made)
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> str:
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> str:
     """Train a byte-level BPE tokenizer and return the content of its `tokenizer.json`.
 
     Byte-level BPE as in GPT-2 (Radford et al., 2019) encodes any text and has no unknown token. ID 0 is
@@ -165,14 +213,23 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> str:
 
     Args:
         texts: training texts.
-        vocab_size: maximum number of IDs, at least 257; short texts give fewer.
+        vocab_size: maximum number of IDs, at least 257 and one for each special token; short texts give
+            fewer.
+        special_tokens: further tokens that text does not contain, such as those of a chat template, with IDs
+            from 1.
 
     Raises:
-        ValueError: the vocabulary is too small, or the package is missing.
+        ValueError: the vocabulary is too small, a special token is given twice, or the package is missing.
 
     """
-    if vocab_size < 257:
-        raise ValueError(f"vocab_size must be at least 257 (256 bytes and the end token), got {vocab_size}")
+    special = [END_OF_DOCUMENT, *special_tokens]
+    if vocab_size < 256 + len(special):
+        raise ValueError(
+            f"vocab_size must be at least {256 + len(special)} (256 bytes and {', '.join(special)}), got "
+            f"{vocab_size}"
+        )
+    if len(set(special)) < len(special) or "" in special:
+        raise ValueError(f"special tokens must differ and not be empty, got {', '.join(map(repr, special))}")
     package = _package()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -181,7 +238,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> str:
         texts,
         package.trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[END_OF_DOCUMENT],
+            special_tokens=special,
             initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),

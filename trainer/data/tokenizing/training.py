@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ def train_tokenizer_for(
     *,
     vocab_size: int,
     validation_fraction: float,
+    validation_gap: int = 0,
+    special_tokens: Sequence[str] = (),
     seed: int,
     log: Log,
     report: Report,
@@ -37,6 +39,8 @@ def train_tokenizer_for(
         documents: documents of the job; held-out ones are not trained on.
         vocab_size: see `train_tokenizer`.
         validation_fraction: see `trainer.data.tokenizing.Job`.
+        validation_gap: see `trainer.data.tokenizing.Job`.
+        special_tokens: see `train_tokenizer`.
         seed: see `trainer.data.tokenizing.Job`.
         log: receives messages.
         report: receives the fraction of the inputs read.
@@ -52,13 +56,15 @@ def train_tokenizer_for(
         "validation_fraction": validation_fraction,
         "seed": seed if validation_fraction else None,
         "documents": described(documents),
+        **({"validation_gap": validation_gap} if validation_gap else {}),
+        **({"special_tokens": list(special_tokens)} if special_tokens else {}),
     }
     if file.is_file():
         _require_same(file, record)
         tokenizer = load_tokenizer(file)
         log(f"reusing {file}: {tokenizer.vocab_size:,} IDs")
         return tokenizer
-    split = find_split(documents, fraction=validation_fraction, seed=seed)
+    split = find_split(documents, fraction=validation_fraction, seed=seed, gap=validation_gap)
     counts = dict.fromkeys(("train", "validation") if validation_fraction else ("train",), 0)
 
     def texts() -> Iterator[str]:
@@ -68,7 +74,7 @@ def train_tokenizer_for(
                 yield piece.text
 
     log(f"training a tokenizer of {vocab_size:,} IDs")
-    content = train_tokenizer(texts(), vocab_size=vocab_size)
+    content = train_tokenizer(texts(), vocab_size=vocab_size, special_tokens=special_tokens)
     require_both_sides(counts)
     output.mkdir(parents=True, exist_ok=True)
     with locked(output):

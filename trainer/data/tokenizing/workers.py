@@ -16,21 +16,29 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.tokenizing.shards import Dtype
+from trainer.data.tokenizing.chat import ChatTokenizer
+from trainer.data.tokenizing.shards import Dtype, Targets
 from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
 
 
 class Task(NamedTuple):
-    """Pieces of text to encode together: sides, input indices, texts, and whether they end documents."""
+    """Pieces of text to encode together: sides, input indices, texts, whether they end documents, places."""
 
     sides: list[str]
     numbers: list[int]
     texts: list[str]
     ends: list[bool]
+    places: list[str]
 
 
-Encoded = tuple[npt.NDArray[np.integer[Any]], list[int]]
-"""The concatenated IDs of all pieces, and the length of each."""
+class Encoded(NamedTuple):
+    """The concatenated IDs of all pieces, the length of each, and for conversations the target tokens."""
+
+    ids: npt.NDArray[np.integer[Any]]
+    lengths: list[int]
+    targets: Targets | None
+
+
 Encode = Callable[[Iterator[Task]], Iterator[tuple[Task, Encoded]]]
 
 
@@ -118,8 +126,12 @@ def _work(task: Task) -> Encoded:
 
 
 def _encode(tokenizer: Tokenizer, dtype: Dtype, task: Task) -> Encoded:
+    if isinstance(tokenizer, ChatTokenizer):
+        made = [tokenizer.conversation(*each) for each in zip(task.texts, task.places, strict=True)]
+        ids = np.concatenate([each for each, _ in made]).astype(dtype)
+        return Encoded(ids, [len(each) for each, _ in made], np.concatenate([each for _, each in made]))
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     parts = []
     for ids, ends in zip(tokenizer.encode(task.texts), task.ends, strict=True):
         parts.append(np.concatenate([ids.astype(dtype), end]) if ends else ids.astype(dtype))
-    return np.concatenate(parts), [len(part) for part in parts]
+    return Encoded(np.concatenate(parts), [len(part) for part in parts], None)

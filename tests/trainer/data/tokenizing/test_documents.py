@@ -8,13 +8,14 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.tokenizing import documents as module
 from trainer.data.tokenizing import pieces as pieces_module
+from trainer.data.tokenizing import reading as module
 from trainer.data.tokenizing.documents import Documents, find_sources
 from trainer.data.tokenizing.pieces import Piece
 
@@ -104,7 +105,7 @@ def test_jsonl(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 2 of .*a\.jsonl is not JSON"):
         documents_of([path])
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="has no field 'text', only list"):
+    with pytest.raises(ValueError, match="is a JSON list; jsonl has one object"):
         documents_of([path])
 
 
@@ -115,7 +116,7 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["one", "", "two"], "n": [1, 2, 3]}), path)
     assert documents_of([path]) == ["one", "two"]
-    with pytest.raises(ValueError, match=r"no column 'body', only text, n"):
+    with pytest.raises(ValueError, match=r"has no field .body., only text, n"):
         documents_of([path], text_field="body")
     with pytest.raises(ValueError, match=r"'n' in row 0 of .* is int, not text"):
         documents_of([path], text_field="n")
@@ -144,13 +145,19 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path, compress: Callable[[bytes]
 def test_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets are read by the package of that name")
     rows = datasets.Dataset.from_dict({"text": ["one", "two"], "body": ["x", "y"]})
+    (tmp_path / "folder").mkdir()
     rows.save_to_disk(str(tmp_path / "plain"))
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(str(tmp_path / "split"))
     assert documents_of([tmp_path / "plain"]) == ["one", "two"]
     assert documents_of([tmp_path / "split"], dataset_split="test", text_field="body") == ["y"]
+    rows.to_parquet(str(tmp_path / "folder" / "data.parquet"))
+    seen: list[float] = []
+    hub = Documents(sources=find_sources([str(tmp_path / "folder")], format="dataset"))
+    assert [piece.text for piece in hub.pieces(seen.append)] == ["one", "two"]
+    assert seen[-1] == 1.0
     with pytest.raises(ValueError, match="it has no split 'dev'; available: train, test"):
         documents_of([tmp_path / "split"], dataset_split="dev")
-    with pytest.raises(ValueError, match="has no field 'words'; it has text, body"):
+    with pytest.raises(ValueError, match="has no field 'words', only text, body"):
         documents_of([tmp_path / "plain"], text_field="words")
 
 
@@ -200,3 +207,30 @@ def test_progress_follows_the_bytes_read(tmp_path: Path) -> None:
     list(Documents(sources=find_sources([str(tmp_path)])).pieces(seen.append))
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the package's own making
+def test_datasets_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets are read by the package of that name")
+    made: list[int] = []
+
+    def rows() -> Any:
+        for number in range(1000):
+            made.append(number)
+            yield {"text": str(number)}
+            if number == 500:
+                raise OSError("connection lost")
+
+    def load(name: str, *, split: str, config: str | None, streaming: bool) -> Any:
+        assert (name, split, config, streaming) == ("acme/rows", "train", "en", True)
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(module, "load_dataset", load)
+    sources = find_sources(["acme/rows"], format="dataset")
+    pieces = Documents(sources=sources, dataset_config="en").pieces()
+    assert [next(pieces).text for _ in range(3)] == ["0", "1", "2"]
+    assert len(made) < 10
+    with pytest.raises(ValueError, match=r"dataset acme/rows cannot be read after row 501 \(OSError: connec"):
+        list(pieces)
+    with pytest.raises(ValueError, match=r"row 0 of acme/rows has no field 'body', only text"):
+        list(Documents(sources=sources, dataset_config="en", text_field="body").pieces())

@@ -117,19 +117,27 @@ def test_documents_that_are_held_out_do_not_train_the_tokenizer(tmp_path: Path) 
     text=st.text(alphabet="ab \n", min_size=2, max_size=80).filter(lambda text: len(text.strip()) > 1),
     fraction=st.floats(0.01, 0.99),
     piece=st.integers(1, 40),
+    gap=st.integers(0, 10),
 )
 def test_a_cut_document_is_whole_and_no_character_is_on_both_sides(
-    text: str, fraction: float, piece: int
+    text: str, fraction: float, piece: int, gap: int
 ) -> None:
     parts = [text[start : start + piece] for start in range(0, len(text), piece)]
     pieces = [
         Piece(part, begins=not number, ends=number == len(parts) - 1) for number, part in enumerate(parts)
     ]
     held_out = min(len(text) - 1, max(1, round(len(text) * fraction)))
-    found = list(AtPosition(len(text), held_out).assign(iter(pieces)))
+    gap = min(gap, len(text) - held_out - 1)
+    found = list(AtPosition(len(text), held_out, gap).assign(iter(pieces)))
     sides = [side for side, _ in found]
     assert sides == sorted(sides)  # training text first
-    assert "".join(piece.text for _, piece in found) == text
+    parts = ["".join(piece.text for of, piece in found if of == side) for side in (TRAIN, VALIDATION)]
+    assert text.startswith(parts[0])
+    assert text.endswith(parts[1])
+    if gap:
+        assert 0 <= len(text) - len(parts[0]) - len(parts[1]) <= 2 * gap
+    else:
+        assert parts[0] + parts[1] == text
     for side in set(sides):
         own = [piece for of, piece in found if of == side]
         assert [piece.begins for piece in own] == [True] + [False] * (len(own) - 1)
@@ -146,3 +154,49 @@ def test_a_text_too_short_to_split_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four")
     split = find_split(documents, fraction=0.3, seed=0)
     assert [piece.text for _, piece in split.assign(documents.pieces())] == ["one two three ", "four"]
+
+
+def test_a_gap_is_left_out_before_the_held_out_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "input.txt").write_text(PLAY)
+    options = ["--tokenizer", "bytes", "--workers", "1", "--output", str(tmp_path / "out")]
+    gapped = [str(tmp_path / "input.txt"), "--validation-fraction", "0.25", "--validation-gap", "1000"]
+    assert main([*gapped, *options]) == 0
+    assert "after a gap of 1,000" in capsys.readouterr().err
+    train, validation = (
+        bytes(np.fromfile(tmp_path / "out" / side / "shard_00000.bin", "<u2")[:-1].astype("u1")).decode()
+        for side in (TRAIN, VALIDATION)
+    )
+    assert PLAY.startswith(train)
+    assert PLAY.endswith(validation)
+    assert len(PLAY) - len(train) - len(validation) == pytest.approx(1000, rel=0.1)
+    assert train.endswith("\n\n")
+    assert validation.startswith("SPEAKER")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--validation-gap", "10"], "a validation gap needs a validation fraction"),
+        (
+            ["--validation-gap", "-1", "--validation-fraction", "0.1"],
+            "validation gap must be at least 0, got -1",
+        ),
+        (
+            ["--validation-gap", "9", "--validation-fraction", "0.6"],
+            "a fraction of 0.6 after a gap of 9; give",
+        ),
+        (
+            ["--validation-gap", "3", "--validation-fraction", "0.1", "--separator", " "],
+            "the validation gap of 3 characters has no effect",
+        ),
+    ],
+)
+def test_gaps_that_cannot_be_left_out_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    (tmp_path / "a.txt").write_text("one two three four")
+    common = ["--tokenizer", "bytes", "--workers", "1", "--output", str(tmp_path / "out")]
+    assert main([str(tmp_path / "a.txt"), *common, *options]) == 2
+    assert message in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.data.tokenizing.command import main
 from trainer.data.tokenizing.tokenizers import from_content, load_tokenizer, train_tokenizer
 
 pytest.importorskip("tokenizers", reason="tokenizer.json files are read by the package tokenizers")
@@ -103,3 +104,80 @@ def test_the_published_vocabulary(shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "gpt-neox-20b-tokenizer")
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50277, 0)
     assert tokenizer.encode(["Hello world"])[0].tolist() == [12092, 1533]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the repository acme/words in an otherwise empty cache, without a network."""
+    constants = pytest.importorskip("huggingface_hub.constants", reason="names are resolved by the package")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository = tmp_path / "cache" / "models--acme--words"
+    folder = repository / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    content = train_tokenizer(TEXTS, vocab_size=280, special_tokens=["<end>"])
+    (folder / "tokenizer.json").write_text(content)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_names_are_resolved_from_the_cache_of_the_hub(hub: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("acme/words")
+    assert tokenizer.identity == load_tokenizer(hub).identity
+    assert tokenizer.end_of_document == 1
+    (tmp_path / "a.txt").write_text("the best of times")
+    options = ["--tokenizer", "acme/words", "--workers", "1", "--output", str(tmp_path / "out")]
+    assert main([str(tmp_path / "a.txt"), *options]) == 0
+    for file in hub.iterdir():  # the next programs load the tokenizer, its end and its template from there
+        assert (tmp_path / "out" / file.name).read_text() == file.read_text()
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from implicit_blocks.hf.tokenizer import load_tokenizer as load_for_transformers
+
+    loaded = load_for_transformers("acme/words")
+    assert loaded("the times")["input_ids"] == tokenizer.encode(["the times"])[0].tolist()
+    assert (loaded.eos_token, loaded.chat_template) == ("<end>", "{{ messages }}")
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("name", ["acme/unknown", "no_such_folder"])
+def test_unknown_names_are_reported(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"there is no tokenizer {name}: no such file .* or 'bytes'"):
+        load_tokenizer(name)
+
+
+def test_tokenizers_without_a_tokenizer_json_are_converted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the files are converted by transformers")
+    content = json.loads(train_tokenizer(TEXTS, vocab_size=280))
+    (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+    merges = [" ".join(pair) for pair in content["model"]["merges"]]
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    converted, original = load_tokenizer(tmp_path), from_content(json.dumps(content))
+    found, expected = (
+        [ids.tolist() for ids in tokenizer.encode(TEXTS)] for tokenizer in (converted, original)
+    )
+    assert found == expected
+    assert converted.end_of_document == 0
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer\.json and cannot be converted .* none of its files"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_special_tokens_are_trained_with_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = from_content(train_tokenizer(TEXTS, vocab_size=290, special_tokens=["<a>", "<b>"]))
+    assert [tokenizer._inner.token_to_id(token) for token in ("<|endoftext|>", "<a>", "<b>")] == [0, 1, 2]
+    assert {1, 2}.isdisjoint(tokenizer.encode(["<a> <b>"])[0].tolist())
+    with pytest.raises(
+        ValueError, match=r"vocab_size must be at least 258 \(256 bytes and .*, <a>\), got 257"
+    ):
+        train_tokenizer(TEXTS, vocab_size=257, special_tokens=["<a>"])
+    with pytest.raises(ValueError, match=r"special tokens must differ and not be empty"):
+        train_tokenizer(TEXTS, vocab_size=300, special_tokens=["<a>", "<a>"])
