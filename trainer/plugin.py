@@ -19,6 +19,7 @@ def register_components(add: Add) -> None:
     add("data", spec.SudokuSpec, "trainer.data.puzzles.pools:build_sudoku")
     add("data", spec.MazeSpec, "trainer.data.puzzles.pools:build_maze")
     add("data", spec.TokensSpec, "trainer.data.tokens:build")
+    add("data", spec.ChatSpec, "trainer.data.chat:build")
     add("data", spec.CatbAbISpec, "trainer.data.babi:build")
     add("data", spec.MixtureSpec, "trainer.data.mixture:build")
     add("data", spec.StreamSpec, "trainer.data.stream:build")

@@ -13,7 +13,7 @@ import torch
 
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
-from trainer.errors import NonFiniteLossError
+from trainer.errors import DataError, NonFiniteLossError
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build
 from trainer.run.step import StepResult, training_step
@@ -152,4 +152,9 @@ def test_micro_batches_without_a_label_are_left_out() -> None:
     result = step_on(Ranks(torch.device("cpu")), labels)
     assert result.not_finite is None
     assert result.loss > 0
-    assert step_on(Ranks(torch.device("cpu")), labels[:1]).loss == 0.0
+
+
+def test_a_batch_without_a_label_is_rejected() -> None:
+    labels = torch.full((2, 3), IGNORED)
+    with pytest.raises(DataError, match=r"no token of the batch has a label: all 6 labels .*; increase"):
+        step_on(Ranks(torch.device("cpu")), labels)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.data.chat_rows import ChatRows
 from trainer.data.token_folder import (
     TokenFolder,
     check_same_tokenizer,
@@ -14,7 +16,7 @@ from trainer.data.token_folder import (
 from trainer.reporting.display import counted
 
 if TYPE_CHECKING:
-    from trainer.specs.data import StreamSpec, TokensSpec
+    from trainer.specs.data import ChatSpec, StreamSpec, TokensSpec
 
 
 def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None) -> list[str]:
@@ -66,6 +68,52 @@ def count_sequences(spec: TokensSpec) -> int:
         training, length=spec.seq_len, vocab_size=None, documents=spec.documents, tokenizer=spec.tokenizer
     )
     return (training.tokens - 1) // spec.seq_len
+
+
+def open_chat(spec: ChatSpec, *, vocab_size: int | None, path: Path | None = None) -> ChatRows:
+    """Open the rows of conversations, of another path if given.
+
+    Raises:
+        ValueError: the path is missing, or the conversations cannot be used.
+
+    """
+    if path is None and spec.path is None:
+        raise ValueError("data.path is not set; give a directory of conversations, data.path=PATH")
+    files = open_tokens(path or spec.path or "", check_sums=spec.check_sums)
+    check_tokens(files, length=1, vocab_size=vocab_size, documents="reset", tokenizer=spec.tokenizer)
+    return ChatRows(files, length=spec.seq_len, packing=spec.packing, scoring=spec.scoring)
+
+
+def describe_chat(spec: ChatSpec, *, sequences: int, vocab_size: int | None) -> list[str]:
+    """Describe the conversations, their packing, and the number of epochs; see `DataSpec.describe`."""
+    if spec.path is None:
+        return [f"chat, length {spec.seq_len:,}; the path is not set: data.path=DIR"]
+    training = open_chat(spec, vocab_size=vocab_size)
+    epochs = f"the run takes {sequences / len(training):.2f} epochs"
+    lines = [f"training: {_conversations(training)}; {epochs}"]
+    held_out = validation_folder(spec.path, spec.validation_path)
+    if held_out is None:
+        lines.append("validation: none, so evaluation is skipped; set data.validation_path")
+    else:
+        validation = open_chat(spec, vocab_size=vocab_size, path=held_out)
+        check_same_tokenizer(training.files, validation.files)
+        lines.append(f"validation: {_conversations(validation)}")
+    scored = "the answers have" if spec.scoring == "answers" else "every token has"
+    lines.append(f"{scored} labels; no token sees another conversation of its row")
+    return lines
+
+
+def _conversations(rows: ChatRows) -> str:
+    """Describe the packing of conversations, and those that are truncated or left out."""
+    parts = [
+        f"{counted(rows.conversations, 'conversation')} in {counted(len(rows), 'row')} of {rows.length:,} "
+        f"tokens, {rows.filled:.0%} filled"
+    ]
+    if rows.truncated:
+        parts.append(f"{rows.truncated:,} longer than a row and truncated")
+    if rows.dropped:
+        parts.append(f"{rows.dropped:,} left out because no answer remains")
+    return f"{', '.join(parts)}, of {rows.files.path}"
 
 
 def describe_stream(spec: StreamSpec, *, vocab_size: int | None) -> list[str]:

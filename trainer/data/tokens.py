@@ -121,7 +121,7 @@ class TokenData(DataSource):
 
         """
         check_range(position, count)
-        indices = self._order(position, count)
+        indices = positions_in_epochs(position, count, samples=self._samples, seed=self._seed)
         tokens = np.stack([self.sample(index) for index in indices])
         inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         if self._documents == "ignore":
@@ -171,16 +171,24 @@ class TokenData(DataSource):
             raise ValueError(f"sample index must be from 0 to {self._samples - 1}, got {index}")
         return index * self._length, (index + 1) * self._length + 1
 
-    def _order(self, position: int, count: int) -> list[int]:
-        """Return the indices of the samples at positions [position, position + count)."""
-        indices = np.empty(count, dtype=np.int64)
-        for epoch in range(position // self._samples, (position + count - 1) // self._samples + 1):
-            first = max(position, epoch * self._samples)
-            stop = min(position + count, (epoch + 1) * self._samples)
-            within = np.arange(first, stop, dtype=np.int64) - epoch * self._samples
-            ordered = permute(within, self._samples, seed=self._seed, epoch=epoch)
-            indices[first - position : stop - position] = ordered
-        return [int(index) for index in indices]
+
+def positions_in_epochs(position: int, count: int, *, samples: int, seed: int) -> list[int]:
+    """Return the indices of the samples at positions [position, position + count).
+
+    Args:
+        position: of the first sample.
+        count: number of samples.
+        samples: number of samples per epoch.
+        seed: of the order, which differs between epochs.
+
+    """
+    indices = np.empty(count, dtype=np.int64)
+    for epoch in range(position // samples, (position + count - 1) // samples + 1):
+        first = max(position, epoch * samples)
+        stop = min(position + count, (epoch + 1) * samples)
+        within = np.arange(first, stop, dtype=np.int64) - epoch * samples
+        indices[first - position : stop - position] = permute(within, samples, seed=seed, epoch=epoch)
+    return [int(index) for index in indices]
 
 
 def build(spec: TokensSpec, *, seed: int = 0, vocab_size: int | None = None) -> TokenData:

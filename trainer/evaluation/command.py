@@ -27,7 +27,9 @@ from trainer.reporting.display import counted
 if TYPE_CHECKING:
     import torch
 
+    from trainer.data.chat import ChatData
     from trainer.data.source import EvaluationSet
+    from trainer.data.tokens import TokenData
     from trainer.evaluation.eval_model import EvalModel
     from trainer.evaluation.evaluate import EvaluationResult
     from trainer.evaluation.harness import HarnessLM
@@ -366,25 +368,16 @@ def _token_sets(
             raise ValueError("--lengths requires --tokens")
         return []
     from trainer.data.source import EvaluationSet
-    from trainer.data.tokens import TokenData
 
     lengths = options.lengths or [eval_model.length * factor for factor in (1, 2, 4, 8)]
     vocab_size = getattr(eval_model.spec, "vocab_size", None)
     sets = []
     for length in lengths:
-        source = TokenData(tokens, length=length, vocab_size=vocab_size)
-        if eval_model.documents == "reset":
-            if source.files.documents is None:
-                raise ValueError(
-                    f"{eval_model.name} was trained with separate documents (data.documents=reset), but "
-                    f"{source.path} has no document ends; write the tokens by python -m "
-                    "trainer.tokenize"
-                )
-            source = TokenData(tokens, length=length, vocab_size=vocab_size, documents="reset")
+        source = _held_out(tokens, length, vocab_size, eval_model)
         made_by, known = source.files.tokenizer, eval_model.token_identity
         if made_by is not None and known is not None and made_by != known:
             raise ValueError(
-                f"the tokens in {source.path} were written with a different tokenizer than those that "
+                f"the tokens in {source.files.path} were written with a different tokenizer than those that "
                 f"{eval_model.name} was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize "
                 "the text with its own"
             )
@@ -392,6 +385,25 @@ def _token_sets(
         name = f"L{length} ({count} sequences)"
         sets.append(EvaluationSet(name=name, source=source, sequences=count))
     return sets
+
+
+def _held_out(
+    tokens: Path, length: int, vocab_size: int | None, eval_model: EvalModel
+) -> TokenData | ChatData:
+    """Open held-out tokens; of conversations only the answers are scored."""
+    from trainer.data.chat import ChatData
+    from trainer.data.token_folder import open_tokens
+    from trainer.data.tokens import TokenData
+
+    files = open_tokens(tokens)
+    if files.has_targets:
+        return ChatData(tokens, length=length, vocab_size=vocab_size)
+    if eval_model.documents == "reset" and files.documents is None:
+        raise ValueError(
+            f"{eval_model.name} was trained with separate documents (data.documents=reset), but {files.path} "
+            "has no document ends; write the tokens by python -m trainer.tokenize"
+        )
+    return TokenData(tokens, length=length, vocab_size=vocab_size, documents=eval_model.documents)
 
 
 def _at(given: EvaluationSet, budget: int) -> EvaluationSet:

@@ -131,6 +131,7 @@ class Loop:
             micro_batch_size=training.micro_batch_size,
             max_grad_norm=training.max_grad_norm,
             last_tokens=self.spec.evaluation.last_tokens,
+            place=f"step {self.progress.step + 1} (samples {first} to {first + training.batch_size - 1})",
         )
         skipped = result.not_finite is not None
         if skipped:

@@ -17,6 +17,7 @@ from torch import Tensor
 from implicit_blocks.solution import Solution
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
+from trainer.errors import DataError
 from trainer.reporting.metrics import rounded
 from trainer.run.trainable_model import TrainingOutput
 
@@ -111,6 +112,7 @@ def training_step(
     micro_batch_size: int | None,
     max_grad_norm: float | None,
     last_tokens: int,
+    place: str = "the batch",
 ) -> StepResult:
     """Make one update from a global batch.
 
@@ -126,12 +128,21 @@ def training_step(
         micro_batch_size: sequences per forward pass; None: the whole share.
         max_grad_norm: the norm to which gradients are clipped; None: not clipped.
         last_tokens: tokens at the end of a sequence that ``accuracy_last`` covers.
+        place: name of the batch in messages, such as its step.
+
+    Raises:
+        DataError: no token of the global batch is scored; all ranks raise it.
 
     """
     ranks = layout.ranks
     layout.forward.train()
     size = min(micro_batch_size or len(batch), len(batch))
-    scored_total = max(1, int(ranks.sum([int((batch.labels != IGNORED).sum())])[0]))
+    scored_total = int(ranks.sum([int((batch.labels != IGNORED).sum())])[0])
+    if scored_total == 0:
+        raise DataError(
+            f"no token of {place} has a label: all {batch.labels.numel()} labels of this process are "
+            f"{IGNORED}; increase training.batch_size or data.seq_len, or score more tokens (data.scoring)"
+        )
     tally = _Tally(ranks.device)
     optimizer.zero_grad(set_to_none=True)
     for first in range(0, len(batch), size):

@@ -218,6 +218,49 @@ class TokensSpec(DataSpec):
         return count_sequences(self)
 
 
+class ChatSpec(DataSpec):
+    """Conversations for fine-tuning, written by `python -m trainer.tokenize --chat`.
+
+    Rows hold complete conversations, which are separate documents: no token sees another conversation.
+
+    """
+
+    finite: ClassVar[bool] = True
+
+    kind: Literal["chat"] = "chat"
+    path: str | None = None
+    """Directory of conversations; null: set on the command line by `data.path=DIR`."""
+    validation_path: str | None = None
+    """Directory of held-out conversations; null: the validation split beside the training split, if any."""
+    seq_len: PositiveInt = 2048
+    """Tokens per row. Longer conversations are truncated, and left out if no answer remains."""
+    packing: bool = True
+    """Put several conversations into a row, as many as fit; false: one, and padding."""
+    scoring: Literal["answers", "all"] = "answers"
+    """Positions in the training loss: the answers, or all tokens. Evaluation always scores the answers."""
+    tokenizer: str | None = None
+    """As for `tokens`."""
+    check_sums: bool = True
+    """As for `tokens`."""
+
+    @property
+    def documents(self) -> Documents:
+        """`reset`: conversations are separate documents."""
+        return "reset"
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        from trainer.data.describing import describe_chat
+
+        return describe_chat(self, sequences=sequences, vocab_size=vocab_size)
+
+    def epoch_sequences(self) -> int:
+        """See `DataSpec.epoch_sequences`."""
+        from trainer.data.describing import open_chat
+
+        return len(open_chat(self, vocab_size=None))
+
+
 class MixtureSourceSpec(Spec):
     """One source of a mixture."""
 

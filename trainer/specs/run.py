@@ -20,6 +20,7 @@ from trainer.specs.callbacks import (
 )
 from trainer.specs.data import (
     CatbAbISpec,
+    ChatSpec,
     DataSpec,
     MixtureSourceSpec,
     MixtureSpec,
@@ -49,6 +50,7 @@ __all__ = [
     "BenchmarksSpec",
     "CallbackSpec",
     "CatbAbISpec",
+    "ChatSpec",
     "ConstantSpec",
     "CosineSpec",
     "DataSpec",
