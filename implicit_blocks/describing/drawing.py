@@ -189,14 +189,9 @@ def _objectives(phases: Sequence[tuple[str, ImplicitLMSpec]], width: int) -> lis
 
 def phases_of(run: BaseRunSpec) -> list[tuple[str, ModelSpec]]:
     """Return a title (name and steps) and the model of each phase, or of the run if it has no phases."""
-    planned: Any = getattr(run, "phase_specs", None)  # run specs of the trainer have it
-    phases = [] if planned is None else planned()
-    if len(phases) < 2:
-        return [("training", run.model)]
-    return [
-        (f"{phase.name}: steps {phase.first_step + 1:,} to {phase.last_step:,}", phase.model)
-        for phase in phases
-    ]
+    models: Any = getattr(run, "phase_models", None)  # run specs of the trainer have it
+    phases: list[tuple[str, ModelSpec]] = [("training", run.model)] if models is None else models()
+    return phases
 
 
 def component(spec: Any) -> str:

@@ -130,3 +130,10 @@ def test_missing_data_are_named(small: Small, tokens: dict[str, Any]) -> None:
         resolve_epochs(spec)
     with pytest.raises(ValueError, match="epochs=2 depends on the data"):
         _ = spec.total_steps
+
+
+def test_a_run_of_epochs_is_described_without_its_data(small: Small, tokens: dict[str, Any]) -> None:
+    phases = [{"name": "bounded", "until": 0.8, "training": {"batch_size": 4}}, {"name": "free"}]
+    titles = [title for title, _ in small({**tokens, "phases": phases}).phase_models()]
+    assert titles == ["bounded: until 0.8 of the run", "free: to the end"]
+    assert [title for title, _ in small(tokens).phase_models()] == ["training"]

@@ -1,8 +1,7 @@
 """Phases of a run: changes of solver, gradient, batch and data during training; the weights carry over.
 
 Steps are the unit of time: a share of the run is a share of its steps, for phases and schedules alike, even
-    if
-the batch size changes. Tokens are counted over the phases, each with its own batch size and length.
+if the batch size changes. Tokens are counted over the phases, each with its own batch size and length.
 """
 
 from __future__ import annotations
@@ -69,6 +68,25 @@ def plan(
     if not phases:
         total = min(_lengths(training, lambda tokens: -(-tokens // (training.batch_size * data.seq_len))))
         return [Phase("train", 0, total, model, training, data)]
+    changed = change_sections(phases, model=model, training=training, data=data)
+    tokens_per_step = [own.batch_size * read.seq_len for _, own, read in changed]
+    total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_per_step)))
+    ends = _ends(phases, tokens_per_step, total)
+    return [
+        Phase(phase.name, start, end, *own)
+        for phase, start, end, own in zip(phases, [0, *ends], ends, changed, strict=False)
+    ]
+
+
+def change_sections(
+    phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, data: DataSpec
+) -> list[tuple[ModelSpec, TrainingSpec, DataSpec]]:
+    """Return the model, training and data of each phase.
+
+    Raises:
+        ValidationError: phases have the same name, or change a fixed field.
+
+    """
     changed = []
     for index, phase in enumerate(phases):
         if any(phase.name == other.name for other in phases[:index]):
@@ -84,13 +102,7 @@ def plan(
             )
         except ValidationError as error:
             raise merge_errors([error], under=("phases", index)) from None
-    tokens_per_step = [own.batch_size * read.seq_len for _, own, read in changed]
-    total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_per_step)))
-    ends = _ends(phases, tokens_per_step, total)
-    return [
-        Phase(phase.name, start, end, *own)
-        for phase, start, end, own in zip(phases, [0, *ends], ends, changed, strict=False)
-    ]
+    return changed
 
 
 def steps_of_tokens(tokens: int, phases: Sequence[Phase], *, from_the_end: bool = False) -> int:

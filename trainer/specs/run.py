@@ -31,7 +31,7 @@ from trainer.specs.data import (
 )
 from trainer.specs.generated import MazeSpec, StateTrackingSpec, SudokuSpec
 from trainer.specs.optimizers import AdamWSpec, MuonSpec, OptimizerSpec, TorchOptimizerSpec
-from trainer.specs.phases import Phase, PhaseSpec, plan, steps_of_tokens
+from trainer.specs.phases import Phase, PhaseSpec, change_sections, plan, steps_of_tokens
 from trainer.specs.schedules import (
     ConstantSpec,
     CosineSpec,
@@ -130,7 +130,7 @@ class RunSpec(BaseRunSpec):
     @property
     def final_model(self) -> ModelSpec:
         """Model spec of the last phase."""
-        return self.phase_specs()[-1].model
+        return self.phase_models()[-1][1]
 
     @property
     def total_steps(self) -> int:
@@ -155,6 +155,23 @@ class RunSpec(BaseRunSpec):
     def phase_specs(self) -> list[Phase]:
         """Return the resolved phases."""
         return plan(self.phases, model=self.model, training=self.training, data=self.data)
+
+    def phase_models(self) -> list[tuple[str, ModelSpec]]:
+        """Return a title, the name and the steps, and the model of each phase; without phases of the run.
+
+        The steps of a run of epochs depend on its data: the titles have the ends as the spec gives them.
+        """
+        if self.training.epochs is None:
+            phases = self.phase_specs()
+            titles = [f"{each.name}: steps {each.first_step + 1:,} to {each.last_step:,}" for each in phases]
+            models = [each.model for each in phases]
+        else:
+            titles = [_title(phase) for phase in self.phases]
+            sections = change_sections(self.phases, model=self.model, training=self.training, data=self.data)
+            models = [model for model, _, _ in sections]
+        if len(models) < 2:
+            return [("training", models[0] if models else self.model)]
+        return list(zip(titles, models, strict=True))
 
     def schedule_spec(self) -> ScheduleSpec:
         """Return the schedule with spans in tokens converted to steps."""
@@ -252,3 +269,13 @@ class RunSpec(BaseRunSpec):
                     "ambiguous; set training.max_steps instead"
                 )
                 raise field_error(message, "phases", index, "data", value=phase.data)
+
+
+def _title(phase: PhaseSpec) -> str:
+    """Return the name of a phase, and its end as given: a step, a share, tokens, or that of the run."""
+    until = phase.until
+    if until is None:
+        return f"{phase.name}: to the end"
+    if isinstance(until, float):
+        return f"{phase.name}: until {until:.4g} of the run"
+    return f"{phase.name}: until {until if isinstance(until, str) else f'step {until:,}'}"
