@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from implicit_blocks._utils.synonyms import SYNONYMS
+
 MOST_LISTED = 24
 """The maximum number of names in a message; of longer lists it shows the nearest or the first ones."""
 
@@ -25,12 +27,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name most similar to this one, or None."""
+    """Return the known name that this one stands for in other libraries, or the most similar one, or None."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
     if len(name) > 200:  # the comparison takes quadratic time
         return None
+    if (same := next((one for one in synonyms(name) if one in by_folded), None)) is not None:
+        return by_folded[same]
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[matches[0]] if matches else None
+
+
+def synonyms(name: str) -> tuple[str, ...]:
+    """Return our names for what other libraries call this: ``("learning_rate",)`` for ``lr``."""
+    return SYNONYMS.get(name.casefold().replace("-", "_"), ())
 
 
 def without_torch(error: ImportError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from implicit_blocks import registry
+from implicit_blocks._utils.hints import nearest, synonyms
 from implicit_blocks.specs.tree import SpecError, place_of, shown
 
 MOST_ERRORS = 20
@@ -70,13 +72,18 @@ def format_error(error: ValidationError, tree: Any, *, source: str) -> SpecError
 def key_hints(key: str, section: type[BaseModel], given: Mapping[str, Any]) -> list[str]:
     """Return the paths below a section that end in a key: ``optimizer.learning_rate`` for ``learning_rate``.
 
+    If there are none, those that end in our name for it, as for ``lr``.
+
     Args:
         key: a key that the section does not have.
         section: the spec class of the section.
         given: the section's values, which determine the kinds of its components; defaults fill the rest.
 
     """
-    return list(_paths_to(key, section, given, ""))
+    for name in (key, *synonyms(key)):
+        if found := list(_paths_to(name, section, given, "")):
+            return found
+    return []
 
 
 def _paths_to(key: str, section: type[BaseModel], given: Any, path: str) -> Iterator[str]:
@@ -133,7 +140,11 @@ def _message(details: Mapping[str, Any]) -> str:
             message = message.removeprefix("Value error, ")
     if isinstance(details["input"], Mapping) and details["type"] == "value_error":
         return message  # about a whole section, whose content would not help
-    return f"{message.replace('Input should be', 'should be')}; got {shown(details['input'])}"
+    hint = ""
+    if details["type"] == "literal_error" and isinstance(details["input"], str):
+        near = nearest(details["input"], re.findall(r"'([^']*)'", details["ctx"]["expected"]))
+        hint = "" if near is None else f"; did you mean {near!r}?"
+    return f"{message.replace('Input should be', 'should be')}; got {shown(details['input'])}{hint}"
 
 
 def _details(message: str, location: Sequence[str | int], value: Any, *, kind: str) -> InitErrorDetails:
