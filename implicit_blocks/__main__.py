@@ -13,6 +13,7 @@ from typing import Any
 from implicit_blocks import __version__, registry
 from implicit_blocks._utils.arguments import add_model_arguments, optional_packages
 from implicit_blocks._utils.hints import without_torch
+from implicit_blocks._utils.programs import CommandParser
 from implicit_blocks.registry.scaffold import FAMILIES
 from implicit_blocks.serving.command import add_inspect_arguments, add_serve_arguments
 from implicit_blocks.specs import load_spec, spec_name
@@ -39,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="python -m implicit_blocks",
         description=__doc__,
-        epilog="COMMAND --help describes a command. To train, use python -m trainer.",
+        epilog="COMMAND --help describes a command.",
     )
     made.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -127,7 +128,7 @@ def _new_plugin(options: argparse.Namespace) -> None:
     print(
         f"Wrote {shown}. Next steps:\n"
         f"  python -m pip install -e '{shown}[test]'\n"
-        f"  python -m trainer --spec word_problem_s3_{options.name}\n"
+        f"  implicit-blocks train --spec word_problem_s3_{options.name}\n"
         f"  python -m pytest {shown}"
     )
 
@@ -328,4 +329,6 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from implicit_blocks import console
+
+    sys.exit(console.main(script="python -m implicit_blocks"))

@@ -7,8 +7,11 @@ where a user's file ``trainer.py`` or folder ``zoo`` hides the installed package
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
 import sys
 import warnings
+from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +57,7 @@ def load_own(package: str) -> None:
         place = first.origin or ", ".join(first.submodule_search_locations or ())
         warnings.warn(
             f"{place} has the name of the package {package!r} of implicit_blocks: `python -m {package}` runs "
-            f"that file here; rename it, or run `python -P -m {package}`",
+            f"that file here; use the program implicit-blocks or `python -P -m {package}`, or rename it",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -63,11 +66,31 @@ def load_own(package: str) -> None:
 def install_extra(extra: str) -> str:
     """Return the command that installs the packages of an extra, such as ``hf``.
 
-    `implicit_blocks` is not on a package index: extras are installed from the clone.
+    In a clone it installs the extra with the pinned versions. For an installed wheel it names the packages of
+    the extra, as the wheel's metadata list them, so that it works wherever the wheel came from.
     """
     if (ROOT / "pyproject.toml").is_file() and (ROOT / "constraints.txt").is_file():
         return f"pip install -c '{ROOT / 'constraints.txt'}' -e '{ROOT}[{extra}]'"
-    return f"pip install -c constraints.txt -e '.[{extra}]' in a clone of the repository"
+    try:
+        return f"pip install {' '.join(map(shlex.quote, _packages_of(extra)))}"
+    except metadata.PackageNotFoundError:  # source files that were never installed
+        return f"pip install -c constraints.txt -e '.[{extra}]' in a clone of the repository"
+
+
+def _packages_of(extra: str) -> list[str]:
+    """Return the requirements of an extra, with those of the extras that it names."""
+    found: list[str] = []
+    for line in metadata.requires("implicit_blocks") or ():
+        if not (of_extra := re.search(rf"(?:;| and) *extra == ['\"]{extra}['\"]", line)):
+            continue
+        requirement = line[: of_extra.start()].strip()  # with the rest of its marker
+        inner = re.fullmatch(r"implicit[_-]blocks\[([\w,-]+)\]", requirement)
+        found += (
+            [package for each in inner[1].split(",") for package in _packages_of(each)]
+            if inner
+            else [requirement]
+        )
+    return list(dict.fromkeys(found))
 
 
 def _is(origin: str | None, ours: Path) -> bool:

@@ -13,6 +13,7 @@ import trainer.data.tokenizing.command
 import trainer.evaluation.command
 import trainer.experiments.cli
 import trainer.reporting.report
+import trainer.sweep.command
 
 PROGRAMS = (
     implicit_blocks.__main__,
@@ -20,6 +21,7 @@ PROGRAMS = (
     trainer.evaluation.command,
     trainer.experiments.cli,
     trainer.reporting.report,
+    trainer.sweep.command,
     trainer.data.tokenizing.command,
 )
 

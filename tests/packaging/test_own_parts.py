@@ -5,9 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from implicit_blocks._utils import own_parts
 
@@ -49,15 +52,36 @@ def test_an_imported_module_that_shadows_a_package_is_named(tmp_path: Path) -> N
     assert "install the distribution" not in done.stderr  # the distribution is installed
 
 
-def test_install_extra_names_the_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_extra_names_the_clone() -> None:
     words = shlex.split(own_parts.install_extra("hf"))
     assert words == ["pip", "install", "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[hf]"]
     assert Path(words[3]).is_file()
     assert (Path(words[5].removesuffix("[hf]")) / "pyproject.toml").is_file()
-    monkeypatch.setattr(own_parts, "ROOT", tmp_path)  # as in an installed wheel
-    assert own_parts.install_extra("hf") == (
-        "pip install -c constraints.txt -e '.[hf]' in a clone of the repository"
-    )
+
+
+@pytest.mark.parametrize("extra", ["hf", "serve", "eval"])
+def test_install_extra_names_the_packages_of_an_installed_wheel(
+    extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_parts, "ROOT", tmp_path)
+    words = shlex.split(own_parts.install_extra(extra))
+    assert words[:2] == ["pip", "install"]
+    named = {str(Requirement(word)) for word in words[2:]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    own = {str(Requirement(text)) for text in project["optional-dependencies"][extra]}
+    assert named >= {text for text in own if not text.startswith("implicit_blocks")}
+    assert not any(text.startswith("implicit_blocks") for text in named)  # its extras are resolved
+
+
+def test_install_extra_names_a_clone_if_nothing_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(own_parts, "ROOT", tmp_path)
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert "clone of the repository" in own_parts.install_extra("hf")
 
 
 def test_no_message_suggests_an_installation_from_a_package_index() -> None:

@@ -172,7 +172,12 @@ def commands(block: Block) -> list[list[str]]:
     without = [
         words[: next((i for i, w in enumerate(words) if set(w) <= set("<>")), None)] for words in found
     ]
-    return [words for words in without if words]  # without redirections
+    return [_as_module(words) for words in without if words]  # without redirections
+
+
+def _as_module(words: list[str]) -> list[str]:
+    """Return a command by the console script as one by ``python -m``, so that this clone runs it."""
+    return ["python", "-m", "implicit_blocks", *words[1:]] if words[0] == "implicit-blocks" else words
 
 
 def specs_made(page: Sequence[Block]) -> frozenset[str]:
@@ -319,7 +324,7 @@ def _start(words: list[str]) -> Any:
             mock.patch.object(sys, "path", [str(Path(words[0]).parent), *sys.path]),
         ):
             return runpy.run_path(words[0], run_name="__main__")
-    name = words[1]
+    name = "implicit_blocks.console" if words[1] == "implicit_blocks" else words[1]
     found = importlib.util.find_spec(name)
     assert found is not None, f"no module named {name}"
     module = importlib.import_module(f"{name}.__main__" if found.submodule_search_locations else name)

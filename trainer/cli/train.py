@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks._utils.hints import without_torch
+from implicit_blocks._utils.programs import CommandParser
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.cli.exit_codes import (
     INTERRUPTED,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="python -m trainer",
         description="Train a model described by a spec.",
         epilog="Override settings of the spec by path.to.key=value: data.group=A4 training.max_steps=200. "

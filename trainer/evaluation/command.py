@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks._utils.hints import without_torch
+from implicit_blocks._utils.programs import CommandParser
 from trainer.cli.exit_codes import INTERRUPTED, refuse, short_of_memory
 from trainer.errors import DataError
 from trainer.evaluation.tasks import build_tasks, find_specs, require_packages
@@ -41,7 +42,7 @@ _SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "preci
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="python -m trainer.evaluate", description="Evaluate a model on benchmarks, from local files."
     )
     made.add_argument(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from implicit_blocks._utils.programs import CommandParser
 from trainer.cli.exit_codes import INTERRUPTED, refuse
 from trainer.experiments.common.checks import require_once
 
@@ -37,9 +38,7 @@ _ACCUMULATING, _REPEATABLE = ("set", "explicit_set"), ("dt",)
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = argparse.ArgumentParser(
-        prog="python -m trainer.experiments", description="The paper's experiments."
-    )
+    made = CommandParser(prog="python -m trainer.experiments", description="The paper's experiments.")
     commands = made.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
     for name in EXPERIMENTS:
         module = _command(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.programs import CommandParser
 from implicit_blocks.checkpoints.find import read_json
 from trainer.cli.exit_codes import refuse
 from trainer.errors import RunFolderError
@@ -377,7 +378,7 @@ def _legend(axes: Axes) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = argparse.ArgumentParser(prog="python -m trainer.report", description="Plot runs side by side.")
+    made = CommandParser(prog="python -m trainer.report", description="Plot runs side by side.")
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run")
     made.add_argument(
         "--output", type=Path, default=Path("report.png"), help="output file (default: report.png)"

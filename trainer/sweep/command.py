@@ -17,6 +17,7 @@ from typing import Any
 
 from implicit_blocks._utils.hints import without_torch
 from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.programs import CommandParser
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.cli.exit_codes import INTERRUPTED, NOT_FINITE, REFUSED, TO_BE_RESUMED, refuse
 from trainer.reporting.display import counted, duration
@@ -37,7 +38,7 @@ _RESULTS = "sweep.json"
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="python -m trainer.sweep",
         description="Train a grid of runs; compare them in a table, a plot and a JSON file.",
         epilog="The same command continues an interrupted sweep, and adds the runs of a wider grid.",

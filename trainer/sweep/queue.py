@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 _PRELOADED = [
+    "implicit_blocks._utils.own_trainer",  # first: the server would import a user's trainer.py
     "trainer.run.build",
     "implicit_blocks.models.implicit",
     "implicit_blocks.mixers",

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from implicit_blocks._utils.programs import CommandParser
 from trainer.cli.exit_codes import INTERRUPTED, refuse
 from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, require_finished, verify
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer_for
@@ -27,7 +28,7 @@ from trainer.reporting.display import counted
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = argparse.ArgumentParser(
+    made = CommandParser(
         prog="python -m trainer.tokenize",
         description="Tokenize text into shards for training: data.path=OUTPUT.",
         epilog="The shards do not depend on the number of workers. Running the same command again "
