@@ -36,6 +36,7 @@ def test_tensorboard_has_every_step_once_after_a_resume(small: Small, tmp_path: 
     )
     (perplexity,) = events.Scalars("evaluation/p0.5_L16/perplexity")
     assert perplexity.step == 4
+    assert [image.step for image in events.Images("evaluation/p0.5_L16/iterations_by_position")] == [4]
 
 
 def test_tensorboard_writes_every_n_steps() -> None:
@@ -54,14 +55,17 @@ class FakeWandb:
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []
-        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
         self.finished = 0
 
     def init(self, **options: Any) -> SimpleNamespace:
         self.inits.append(options)
         return SimpleNamespace(id=options["id"] or "abc123", log=self.log, finish=self.finish)
 
-    def log(self, values: dict[str, float], *, step: int) -> None:
+    def Image(self, pixels: Any) -> SimpleNamespace:  # wandb's name
+        return SimpleNamespace(shape=pixels.shape)
+
+    def log(self, values: dict[str, Any], *, step: int) -> None:
         self.logged.append((step, values))
 
     def finish(self) -> None:
@@ -84,6 +88,9 @@ def test_wandb_continues_its_run_after_a_resume(
     assert [step for step, _ in fake.logged] == [2, 4, 4]
     assert "train/loss" in fake.logged[0][1]
     assert "evaluation/p0.5_L12/loss" in fake.logged[2][1]
+    pictures = [name for name in fake.logged[2][1] if name.endswith("/iterations_by_position")]
+    assert pictures == ["evaluation/p0.5_L16/iterations_by_position"]  # of the longest set
+    assert fake.logged[2][1][pictures[0]].shape[2] == 3
     assert fake.finished == 2
 
 

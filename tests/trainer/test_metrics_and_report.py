@@ -276,9 +276,9 @@ def test_a_report_that_cannot_be_written_is_refused(
 
 def test_the_eta_follows_the_pace_of_the_latest_steps() -> None:
     """A slow first step is forgotten, and so is an earlier phase of another pace."""
-    from trainer.reporting.display import _Pace
+    from trainer.reporting.display import Pace
 
-    pace, now = _Pace(total=400), 100.0
+    pace, now = Pace(total=400), 100.0
     left = []
     for step in range(1, 301):
         seconds = 60.0 if step == 1 else 1.0 if step <= 200 else 5.0

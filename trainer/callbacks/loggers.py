@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from implicit_blocks._utils.own_parts import install_extra
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation.evaluate import EvaluationResult
+from trainer.reporting.iteration_map import IterationMap
 from trainer.specs.callbacks import TensorBoardSpec, WandbSpec
 from trainer.storage.files import write_atomically
 
@@ -19,8 +23,9 @@ _NOT_METRICS = ("step", "set", "length", "sequences")
 class TensorBoard(Callback):
     """Writes the metrics of steps and evaluations as scalars to the run's folder ``tensorboard``.
 
-    View them by ``tensorboard --logdir runs``. A resumed run continues the same curves, and values written
-    after its checkpoint are hidden.
+    Evaluations whose searches count iterations per token also give a picture: the heat map of iterations
+    against position and evaluation. View them by ``tensorboard --logdir runs``. A resumed run continues the
+    same curves, and values written after its checkpoint are hidden.
     """
 
     def __init__(self, spec: TensorBoardSpec) -> None:
@@ -33,6 +38,7 @@ class TensorBoard(Callback):
         self._make = tensorboard.SummaryWriter
         self._every = spec.every
         self._writer: Any = None
+        self._pictures = _Pictures()
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
         """Open the file, on rank 0."""
@@ -50,6 +56,8 @@ class TensorBoard(Callback):
         if self._writer is not None:
             for name, value in of_results(results).items():
                 self._writer.add_scalar(name, value, step)
+            for name, pixels in self._pictures.of(run, step=step, results=results).items():
+                self._writer.add_image(name, pixels, step, dataformats="HWC")
             self._writer.flush()
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
@@ -73,6 +81,7 @@ class Wandb(Callback):
         self._wandb: Any = wandb
         self._spec = spec
         self._run: Any = None
+        self._pictures = _Pictures()
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
         """Start a run, or continue it, on rank 0."""
@@ -100,12 +109,37 @@ class Wandb(Callback):
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Send the metrics of an evaluation."""
         if self._run is not None:
-            self._run.log(of_results(results), step=step)
+            pictures = self._pictures.of(run, step=step, results=results)
+            images = {name: self._wandb.Image(pixels) for name, pixels in pictures.items()}
+            self._run.log({**of_results(results), **images}, step=step)
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
         """Finish the run."""
         if self._run is not None:
             self._run.finish()
+
+
+class _Pictures:
+    """The pictures of a run's evaluations, without an error if matplotlib is missing."""
+
+    def __init__(self) -> None:
+        self._map = IterationMap()
+        self._warned = False
+
+    def of(
+        self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]
+    ) -> dict[str, NDArray[np.uint8]]:
+        """Return RGB images (height, width, 3) by their names."""
+        names = self._map.add(step, results)
+        try:
+            return {f"evaluation/{name}/iterations_by_position": self._map.pixels(name) for name in names}
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "matplotlib":
+                raise
+            if not self._warned:
+                self._warned = True
+                run.log(f"no pictures of iterations: matplotlib is not installed ({install_extra('train')})")
+            return {}
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:

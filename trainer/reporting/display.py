@@ -76,7 +76,7 @@ _RECENT_STEPS = 50
 """Number of latest steps that the ETA is based on, because phases differ in pace."""
 
 
-class _Pace:
+class Pace:
     """Estimates the remaining time from the latest steps, including what happens between them."""
 
     def __init__(self, *, total: int) -> None:
@@ -102,12 +102,12 @@ class PlainDisplay(Display):
         self._accuracy = accuracy
         self._stream = stream
         self._total = 0
-        self._pace: _Pace | None = None
+        self._pace: Pace | None = None
 
     def start(self, *, step: int, total: int) -> None:
         """Start at ``step`` of ``total``."""
         self._total = total
-        self._pace = _Pace(total=total)
+        self._pace = Pace(total=total)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Print the row if its step is a multiple of ``log_every``, or the first or the last."""
@@ -145,7 +145,7 @@ class RichDisplay(Display):
         self._task = self._progress.add_task("train", total=None, phase="", eta="")
         self._live = Live(console=Console(), refresh_per_second=4)
         self._show("")
-        self._pace: _Pace | None = None
+        self._pace: Pace | None = None
 
     def _show(self, note: str) -> None:
         from rich.console import Group
@@ -155,7 +155,7 @@ class RichDisplay(Display):
 
     def start(self, *, step: int, total: int) -> None:
         """Start at ``step`` of ``total``."""
-        self._pace = _Pace(total=total)
+        self._pace = Pace(total=total)
         self._progress.update(self._task, completed=step, total=total)
         self._live.start()
 

@@ -1,6 +1,7 @@
 """Plots of one or several runs: accuracy against length, iterations against position, the loss.
 
-``python -m trainer.report RUN [RUN …] [--output FILE]`` draws them from the run directories.
+``python -m trainer.report RUN [RUN …] [--output FILE]`` draws them from the run directories; with ``--watch``
+it shows the progress of runs in the terminal.
 """
 
 from __future__ import annotations
@@ -378,13 +379,25 @@ def _legend(axes: Axes) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser(prog="python -m trainer.report", description="Plot runs side by side.")
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run")
-    made.add_argument(
-        "--output", type=Path, default=Path("report.png"), help="output file (default: report.png)"
+    made = CommandParser(
+        prog="python -m trainer.report", description="Plot runs side by side, or watch them in the terminal."
     )
+    made.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="directory of a finished run; with --watch of any run, or a directory that contains runs",
+    )
+    made.add_argument("--output", type=Path, help="output file (default: report.png)")
     made.add_argument("--label", action="append", default=[], help="label of a run in the plot, once per run")
     made.add_argument("--title", help="title of the plot")
+    made.add_argument(
+        "--watch", action="store_true", help="show the progress of the runs until they are finished; no plot"
+    )
+    made.add_argument(
+        "--interval", type=float, metavar="SECONDS", help="--watch: time between updates (default: 2)"
+    )
     return made
 
 
@@ -392,21 +405,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m trainer.report``; return the exit code."""
     command = parser()
     options = command.parse_args(arguments)
+    if options.watch and (options.output or options.label or options.title):
+        command.error("--watch draws no plot; remove --output, --label and --title")
+    if options.interval is not None and (not options.watch or not options.interval > 0):
+        command.error(f"--interval is a positive number for --watch, got {options.interval:g}")
     if options.label and len(options.label) != len(options.runs):
         command.error(f"{len(options.label)} labels for {len(options.runs)} runs; give one per run, or none")
     if len(set(options.label)) < len(options.label):
         command.error("--label values must be distinct")
     try:
+        if options.watch:
+            from trainer.reporting.watch import watch
+
+            watch(options.runs, lambda runs: distinct_labels(runs, [each.name for each in runs]),
+                  interval=options.interval or 2.0)  # fmt: skip
+            return 0
+        output = options.output or Path("report.png")
         records = [read_run(path) for path in options.runs]
         labels = options.label or distinct_labels(options.runs, [record.label for record in records])
         records = [replace(record, label=label) for record, label in zip(records, labels, strict=True)]
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        draw(records, options.output, title=options.title)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        draw(records, output, title=options.title)
     except (ValueError, OSError) as error:
         return refuse(str(error))
     except ImportError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
+        package = (error.name or "").partition(".")[0]
+        if package not in ("matplotlib", "rich"):
             raise
-        return refuse(f"matplotlib is not installed; {install_extra('train')}")
-    print(options.output)
+        return refuse(f"{package} is not installed; {install_extra('train')}")
+    print(output)
     return 0
