@@ -7,6 +7,7 @@
 #   make lint       ruff alone; make types: mypy alone
 #   make test-gpu   the tests that need a CUDA device; what came of them: benchmarks/results/gpu_tests.json
 #   make docs       build the documentation into build/site
+#   make dist       build wheels and source distributions of the library and the plugins into dist/, and check them
 #   make format     let ruff sort out the layout
 #   make clean      forget the virtual environment and what tools left behind
 #
@@ -30,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 # Somebody else's packages on the path would be tested instead of the pinned ones.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo puzzle test test-all test-gpu lint types docs format setup setup-dev clean
+.PHONY: help demo puzzle test test-all test-gpu lint types docs dist format setup setup-dev clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -62,6 +63,12 @@ types: setup-dev
 docs: setup-dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
+
+# setuptools keeps files of earlier builds in build/lib: wheels are built from the source distributions.
+dist: setup-dev
+	@rm -rf dist
+	@for folder in . $(PLUGIN_FOLDERS); do $(BIN)/python -m build --no-isolation --outdir dist "$$folder" > /dev/null; done
+	@$(BIN)/python -m twine check --strict dist/*
 
 format: setup-dev
 	@$(BIN)/ruff check --fix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,7 @@ class IterationMap:
         """Return the map of a set as an RGB image (height, width, 3)."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-        canvas = FigureCanvasAgg(self.draw(name))
+        canvas: Any = FigureCanvasAgg(self.draw(name))  # matplotlib leaves its methods without types
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
