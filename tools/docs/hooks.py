@@ -27,8 +27,8 @@ def _sibling(name: str) -> ModuleType:
     return module
 
 
-reference, zoo_table, architecture_table, benchmark_page = map(
-    _sibling, ("reference", "zoo_table", "architecture_table", "benchmark_page")
+reference, zoo_table, architecture_table, benchmark_page, notebooks = map(
+    _sibling, ("reference", "zoo_table", "architecture_table", "benchmark_page", "notebooks")
 )
 
 
@@ -44,6 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {
         "zoo.md": zoo_table.page(ROOT / "zoo") + architecture_table.section(),
         "benchmarks.md": benchmark_page.page(ROOT / "benchmarks"),
+        **notebooks.pages(ROOT / "docs"),
         **reference.pages(ROOT),
     }
     for path, text in pages.items():
