@@ -22,7 +22,7 @@ from implicit_blocks.decoding.prompts import (
     lay_out,
     needed_ids,
 )
-from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
+from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
 from implicit_blocks.decoding.slots.generation import SlotGeneration
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
@@ -160,9 +160,7 @@ class _Run:
         batch, length = self.ids.shape
         self.sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         self.seeds = seeds_of(seed, batch)
-        self.uniform_BN = (
-            uniforms(self.seeds, self.count, device=self.device) if self.sampling.draws else None
-        )
+        self.keys_BN = noise_keys(self.seeds, self.count, device=self.device) if self.sampling.draws else None
         self.stops = check_stop_token_ids(stop_token_ids, vocab_size=model.spec.vocab_size)
         self.stop_token_ids = torch.tensor(self.stops, dtype=torch.int64, device=self.device)
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
@@ -225,8 +223,8 @@ class _Run:
             end = _last_real(ids, valid)
             logits = model.predict(encoded.hidden_BLD[torch.arange(len(rows), device=self.device), end])
             logits = logits[:, : model.spec.vocab_size]
-            uniform = None if self.uniform_BN is None else self.uniform_BN[rows, number]
-            tokens = self.sampling.choose(logits, uniform).masked_fill(~live, self.pad_token)
+            keys = None if self.keys_BN is None else self.keys_BN[rows, number]
+            tokens = self.sampling.choose(logits, keys).masked_fill(~live, self.pad_token)
             yield self._step(tokens, logits, _status(encoded.solution, end), rows, live)
             stopped = live & torch.isin(tokens, self.stop_token_ids)
             self.stopped_B[rows] |= stopped

@@ -1,4 +1,8 @@
-"""The choice of the next token, and its random numbers.
+"""The choice of the next token, and its noise: a function of the seed of a text and the token's number.
+
+Samples are drawn by the Gumbel-max trick (E. J. Gumbel, "Statistical Theory of Extreme Values", 1954): the
+token with the largest sum of log-probability and noise. A small change of the logits thus rarely changes the
+sample, so that the token chosen from an iterate of a search is usually the one chosen from its solution.
 
 Shape legend: B batch, V vocabulary, N new tokens.
 """
@@ -13,6 +17,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
+from implicit_blocks.ops.noise import gumbel_at, keys_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,25 +57,20 @@ class Sampling:
         """Whether tokens are sampled."""
         return self.temperature > 0
 
-    def choose(self, logits_BV: Tensor, uniform_B: Tensor | None = None) -> Tensor:
-        """Return the next tokens, (B,) int64, given one random number in [0, 1) per row.
+    def choose(self, logits_BV: Tensor, keys_B: Tensor | None = None) -> Tensor:
+        """Return the next tokens, (B,) int64, given the key of each row's noise (``noise_keys``), int64.
 
-        A row's token depends only on its own logits and number. Tokens are ordered by ID rather than by
-        probability, so that rounding errors in nearly equal logits do not change the sample.
+        A row's token depends only on its own logits and key.
         """
         if not self.draws:
             return logits_BV.argmax(-1)
-        assert uniform_B is not None
+        assert keys_B is not None
         if self.top_k is not None and self.top_k < logits_BV.shape[1]:
             # By logits: a large temperature may make different logits equal.
             best = logits_BV.topk(self.top_k, dim=-1).indices
             logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, best, logits_BV.gather(-1, best))
         probabilities = self._nucleus(_tempered(logits_BV.double(), self.temperature).softmax(-1), logits_BV)
-        reached = probabilities.cumsum(-1)
-        threshold = uniform_B.to(reached) * reached[:, -1]
-        chosen = torch.searchsorted(reached, threshold[:, None], right=True).squeeze(1)
-        last = logits_BV.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
-        return torch.minimum(chosen, last)  # rounding may move the threshold to the very end
+        return (probabilities.log() + gumbel_at(keys_B, logits_BV.shape[1])).argmax(-1)
 
     def _nucleus(self, probabilities_BV: Tensor, logits_BV: Tensor) -> Tensor:
         """Return the probabilities of the tokens that ``top_p`` keeps, 0 for the others."""
@@ -115,14 +115,10 @@ def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:
     return seeds
 
 
-def uniforms(seeds: Sequence[int], count: int, *, device: torch.device) -> Tensor:
-    """Return the random numbers of each row, (B, N) float64 in [0, 1), from one generator per row.
+def noise_keys(seeds: Sequence[int], count: int, *, device: torch.device) -> Tensor:
+    """Return the keys of the noise of each row's new tokens, (B, N) int64.
 
-    A row's numbers depend only on its seed, and a longer row begins with the numbers of a shorter one. They
-    are generated on the CPU, so that all devices sample the same tokens.
+    They depend on the row's seed and the number of the token alone, on every device.
     """
-    drawn = [
-        torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(int(seed)))
-        for seed in seeds
-    ]
-    return torch.stack(drawn).to(device)
+    seeds_B = torch.tensor(list(seeds), dtype=torch.int64)
+    return keys_at(seeds_B[:, None], torch.arange(count)).to(device)

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["hash_counters", "normal_at", "sampled_normal", "uniform_at"]
+__all__ = ["gumbel_at", "hash_counters", "keys_at", "normal_at", "sampled_normal", "uniform_at"]
 
 MASK = (1 << 64) - 1
 INCREMENT, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -59,6 +59,22 @@ def normal_at(
     bits = _hash_tensor(of_position[..., None] + of_channel)
     symmetric = ((bits >> 11) * 2 + 1).double() * 2.0**-53  # odd multiples of 2^-53: never 0, 1 or -1
     return _normal(symmetric, truncation).to(dtype)
+
+
+def keys_at(seeds: Tensor, counters: Tensor) -> Tensor:
+    """Return 64 random bits for each pair of a seed and a counter, int64 tensors that broadcast."""
+    return _hash_tensor(_hash_tensor(seeds) + counters)
+
+
+def gumbel_at(keys_E: Tensor, width: int) -> Tensor:
+    """Return standard Gumbel noise (E, W) in float64, a function of each element's key and of the channel.
+
+    Adding it to logarithms of probabilities and taking the largest entry draws from the distribution.
+    """
+    channels = torch.arange(width, device=keys_E.device)
+    bits = _hash_tensor(keys_E[:, None] + _hash_tensor(channels))
+    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52  # never 0 or 1
+    return uniform.log().neg_().log_().neg_()
 
 
 def sampled_normal(

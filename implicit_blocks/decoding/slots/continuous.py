@@ -27,7 +27,7 @@ from implicit_blocks.decoding.prompts import (
     check_stop_token_ids,
     lay_out,
 )
-from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
+from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
 from implicit_blocks.decoding.slots.batch import Places, SlotBatch
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
@@ -348,7 +348,7 @@ class _Text:
         self.ended = False
         count, sampling = request.max_new_tokens, request.sampling
         seeds = seeds_of(request.seed, 1)
-        self.uniform_N = uniforms(seeds, count, device=ids.device)[0] if sampling.draws else None
+        self.keys_N = noise_keys(seeds, count, device=ids.device)[0] if sampling.draws else None
 
 
 @dataclass(frozen=True)
@@ -424,13 +424,12 @@ def _draw(batch: SlotBatch, places: Places, texts: dict[int, _Text]) -> None:
         if text.request.sampling.draws:
             by_rule[text.request.sampling].append(place)
     for sampling, drawing in by_rule.items():
-        zero = torch.zeros((), dtype=torch.float64, device=batch.device)
-        uniform = [zero] * len(places.rows_R)
+        keys = [torch.zeros((), dtype=torch.int64, device=batch.device)] * len(places.rows_R)
         for place in drawing:
-            numbers = texts[place].uniform_N
-            assert numbers is not None
-            uniform[place] = numbers[texts[place].chosen]
+            keys_N = texts[place].keys_N
+            assert keys_N is not None
+            keys[place] = keys_N[texts[place].chosen]
         where = torch.zeros_like(places.where_R)
-        put_(where, [place in drawing for place in range(len(uniform))])
-        chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
+        put_(where, [place in drawing for place in range(len(keys))])
+        chosen = sampling.choose(places.logits_RV, torch.stack(keys))
         batch.take_tokens(places, chosen, where)
