@@ -275,6 +275,16 @@ class Window:
 class SlotStates(ABC):
     """A mixer's committed states of S slots."""
 
+    @property
+    def windows(self) -> bool:
+        """Whether ``gather``'s state also serves windows of several tokens, and ``write`` their prefixes.
+
+        ``forward`` then mixes such a window, whose tokens may be provisional, without a change to what is
+        committed, ``advance_prefix`` returns the state after the first tokens of each row, and ``write``
+        commits it. False: the model's tokens are decoded one after the other.
+        """
+        return False
+
     @abstractmethod
     def prefill(self, slot: int) -> State:
         """Return the state of a slot before its first token, of one row, in which a prompt is solved."""
@@ -395,6 +405,18 @@ class Mixer(nn.Module, ABC):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any
     ) -> tuple[Tensor, State]:
         """Return ``forward``'s value and the state after the window, in one pass."""
+
+    def advance_prefix(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any, prefix: Any
+    ) -> tuple[Tensor, State]:
+        """Return ``forward``'s value, and the state after the first tokens of each row.
+
+        ``prefix`` is the context of the same window in which the other tokens, the last ones, are padding. A
+        mixer may save the second pass over the window.
+        """
+        _, after = self.advance(z_BLD, u_BLU, state, prefix)
+        mixed: Tensor = self(z_BLD, u_BLU, state, context)
+        return mixed, after
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the linear layers that write into the residual stream, whose initialization is scaled."""

@@ -31,6 +31,20 @@ class Step:
 
 
 @dataclass(frozen=True)
+class CallStatistics:
+    """How tokens were decoded: the cost of decoding at small batches is the number of ``calls``.
+
+    ``calls`` counts the calls of the map, without those for prompts. ``tokens_in_flight`` is the mean number
+    of tokens of a text that shared a call, and ``restarts`` counts the tokens that began anew, because the
+    token itself changed, or because it missed the tolerance while its predecessors moved.
+    """
+
+    calls: int
+    tokens_in_flight: float
+    restarts: int
+
+
+@dataclass(frozen=True)
 class Generated:
     """Generated ``tokens`` (B, N) int64, without the prompts, with pad tokens after a row's end.
 
@@ -38,6 +52,7 @@ class Generated:
     stop token ended the row. ``logits`` (B, N, V), on request, are those that each token was chosen from.
     ``iterations`` int64, ``residual`` and ``converged``, (B, N), report the search of each token (0, 0 and
     True after a row's end), ``prompt`` that of the prompts; they are None in explicit models.
+    ``statistics`` counts the calls of the map.
     """
 
     tokens: Tensor
@@ -48,3 +63,4 @@ class Generated:
     residual: Tensor | None = None
     converged: Tensor | None = None
     prompt: Solution | None = None
+    statistics: CallStatistics | None = None

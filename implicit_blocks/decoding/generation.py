@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
-from implicit_blocks.decoding.generated import Generated, Step
+from implicit_blocks.decoding.generated import CallStatistics, Generated, Step
 from implicit_blocks.decoding.prompts import (
     Prompts,
     check_model,
@@ -24,6 +24,7 @@ from implicit_blocks.decoding.prompts import (
 )
 from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
 from implicit_blocks.decoding.slots.generation import SlotGeneration
+from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, tokens_in_flight
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
@@ -42,6 +43,7 @@ class Options(SearchKwargs, total=False):
     pad_token: int
     max_length: int | None
     window_length: int | None
+    max_in_flight: int | None
 
 
 @torch.no_grad()
@@ -59,6 +61,7 @@ def generate(
     pad_token: int = 0,
     max_length: int | None = None,
     window_length: int | None = None,
+    max_in_flight: int | None = None,
     return_logits: bool = False,
     on_step: Callable[[Step], None] | None = None,
     **search: Unpack[SearchKwargs],
@@ -82,6 +85,8 @@ def generate(
         max_length: maximum number of tokens per row, the prompt included: longer prompts raise, and rows end
             there. None: no limit.
         window_length: number of tokens per window in which the prompts are solved; None: one window.
+        max_in_flight: maximum number of tokens of a row that are searched at the same time, as in
+            ``ContinuousDecoder``; 1 decodes them one after the other. None: chosen by the number of rows.
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with each step as soon as it is generated.
         search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
@@ -108,6 +113,7 @@ def generate(
         pad_token=pad_token,
         max_length=max_length,
         window_length=window_length,
+        max_in_flight=max_in_flight,
         **search,
     )
     steps = []
@@ -144,6 +150,7 @@ class _Run:
         pad_token: int = 0,
         max_length: int | None = None,
         window_length: int | None = None,
+        max_in_flight: int | None = None,
         **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
@@ -167,13 +174,22 @@ class _Run:
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
+        in_flight = tokens_in_flight(max_in_flight, rows=batch, device=self.device)
+        self.flies = in_flight > 1 and decodes_in_flight(
+            model, self.search or SearchOptions(), asked=max_in_flight is not None
+        )
+        self.max_in_flight = in_flight if max_in_flight is not None or self.flies else None
+        self.statistics: CallStatistics | None = None
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the tokens as they are generated: on a GPU by slots, whose steps are captured as graphs."""
+        """Yield the tokens as they are generated.
+
+        Slots generate them on a GPU, where their steps are captured as graphs, and with tokens in flight.
+        """
         limits = self.limit_B.tolist()
-        if not on_slots(self.model) or min(limits) < 1:
+        if not (self.flies or on_slots(self.model)) or min(limits) < 1:
             yield from self._steps_together()
             return
         slots = SlotGeneration(
@@ -186,12 +202,14 @@ class _Run:
             stop_token_ids=self.stops,
             pad_token=self.pad_token,
             window_length=self.window_length,
+            max_in_flight=self.max_in_flight,
             **self.search_kwargs,
         )
         for step in slots.steps():
             self.prompt = self.prompt or slots.prompt
             yield step
         self.stopped_B |= torch.tensor(slots.stopped, device=self.device)
+        self.statistics = slots.decoder.statistics
 
     @torch.no_grad()
     def _steps_together(self) -> Iterator[Step]:
@@ -276,7 +294,14 @@ class _Run:
             residual=side_by_side("residual"),
             converged=side_by_side("converged"),
             prompt=self.prompt,
+            statistics=self.statistics or CallStatistics(_calls(steps), 1.0, 0),
         )
+
+
+def _calls(steps: Sequence[Step]) -> int:
+    """Return the calls of the map for the tokens of one batch; a committing call follows each search."""
+    searched = [step.iterations for step in steps[1:]]  # the first one is the prompts'
+    return sum(1 if each is None else int(each.max()) + 1 for each in searched)
 
 
 def on_slots(model: LanguageModel) -> bool:

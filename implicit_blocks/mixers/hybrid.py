@@ -105,6 +105,19 @@ class Hybrid(Mixer):
         made = [mixer.advance(z_BLD, u, before, known) for mixer, u, before, known in parts]
         return _sum([out for out, _ in made]), tuple(after for _, after in made)
 
+    def advance_prefix(
+        self,
+        z_BLD: Tensor,
+        u_BLU: Tensor | None,
+        state: tuple[State, ...],
+        context: tuple[Any, ...],
+        prefix: tuple[Any, ...],
+    ) -> tuple[Tensor, tuple[State, ...]]:
+        """Return the sum of the mixers' outputs, and every mixer's state after the first tokens."""
+        parts = zip(self._each(), self._parts_of(u_BLU), state, context, prefix, strict=True)
+        made = [mixer.advance_prefix(z_BLD, u, before, *known) for mixer, u, before, *known in parts]
+        return _sum([out for out, _ in made]), tuple(after for _, after in made)
+
     def output_projections(self) -> Sequence[nn.Module]:
         """Return those of all mixers."""
         return [projection for mixer in self._each() for projection in mixer.output_projections()]
@@ -115,6 +128,11 @@ class HybridSlots(SlotStates):
 
     def __init__(self, parts: Sequence[SlotStates]) -> None:
         self.parts = parts
+
+    @property
+    def windows(self) -> bool:
+        """Whether all mixers' slots serve windows."""
+        return all(part.windows for part in self.parts)
 
     def prefill(self, slot: int) -> tuple[State, ...]:
         """Return every mixer's empty state."""

@@ -27,6 +27,11 @@ class RecurrentSlots(SlotStates):
         self.states = mixer.initial_state(slots, device=device, dtype=dtype)
         self._new = mixer.initial_state(1, device=device, dtype=dtype)
 
+    @property
+    def windows(self) -> bool:
+        """True: the state is that of any window of the mixer."""
+        return True
+
     def prefill(self, slot: int) -> State:
         """Return an empty state."""
         return self._new

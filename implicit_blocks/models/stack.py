@@ -95,11 +95,15 @@ class Block(nn.Module):
         return self._add(z, self.mixer(_normed(self.mixer_norm, z), u_BLU, state, context.mixer), context)
 
     def advance(
-        self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext
+        self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext, *prefix: Any
     ) -> tuple[Stream, State]:
-        """Return the residual stream after the layer, and the state after the window."""
+        """Return the residual stream after the layer, and the state after the window.
+
+        Given the mixer's context ``prefix``, the state is that after the first tokens of each row.
+        """
         z = stream.joined()
-        advanced = self.mixer.advance(_normed(self.mixer_norm, z), u_BLU, state, context.mixer)
+        advance = self.mixer.advance_prefix if prefix else self.mixer.advance
+        advanced = advance(_normed(self.mixer_norm, z), u_BLU, state, context.mixer, *prefix)
         mixed, after = mixed_and_state(self.mixer, advanced)
         return self._add(z, mixed, context), after
 
@@ -401,15 +405,20 @@ class BoundMap:
         if self.stack.divides_gradients and torch.is_grad_enabled():
             self.weights.sync_layer_gradients(block)
 
-    def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
-        """Return ``f(z)`` and every layer's state after the window."""
+    def commit(self, z_BLD: Tensor, prefix: Window | None = None) -> tuple[Tensor, tuple[State, ...]]:
+        """Return ``f(z)`` and every layer's state after the window.
+
+        ``prefix`` is the same window in which all but the first tokens of each row are padding; the states
+        are then those after these tokens (``Mixer.advance_prefix``).
+        """
         after: list[State] = []
         with self.weights.activate():
             stream = self._enter(z_BLD)
             entered_BLD = stream.z_BLD
             for block, state, context in zip(self.stack.blocks(), self.states, self.contexts, strict=True):
                 self._prepare(block)
-                stream, state_after = block.advance(stream, self.u_BLU, state, context)
+                first = () if prefix is None else (block.mixer.prepare(prefix),)
+                stream, state_after = block.advance(stream, self.u_BLU, state, context, *first)
                 after.append(state_after)
             return self._end(z_BLD, entered_BLD, stream, ONE_CALL), tuple(after)
 

@@ -38,7 +38,7 @@ def captured(monkeypatch):
     monkeypatch.setattr(capturing, "clear_cublas_workspaces", lambda: None)
 
     def build(model):
-        decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=24)
+        decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=24, max_in_flight=1)
         decoder.batch = SlotBatch(
             model, max_batch_size=2, max_seq_len=24, options=SearchOptions(), graphs=True
         )

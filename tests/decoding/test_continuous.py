@@ -58,8 +58,9 @@ def compare(model, prompts, made, *, atol=1e-5, **options):
 @pytest.mark.parametrize(("slots", "tolerance"), [(1, 1e-2), (3, 1e-6), (16, 1e-2)])
 def test_each_request_gets_the_tokens_of_generate_alone(family, tiny_model, many, slots, tolerance):
     model = tiny_model(family)
-    decoder, made = decode(model, many, slots=slots, tolerance=tolerance)
-    compare(model, many, made, tolerance=tolerance)
+    options = {"tolerance": tolerance, "max_in_flight": 3}
+    decoder, made = decode(model, many, slots=slots, **options)
+    compare(model, many, made, **options)
     assert not decoder.busy
 
 
@@ -113,7 +114,9 @@ def test_slots_do_not_wait_for_each_other(family, tiny_model, many):
     """A batch waits for its slowest row at every token; here the longest slot determines the calls."""
     model = tiny_model(family)
     count = 12
-    decoder = ContinuousDecoder(model, max_batch_size=len(many), max_seq_len=24, tolerance=1e-4)
+    decoder = ContinuousDecoder(
+        model, max_batch_size=len(many), max_seq_len=24, tolerance=1e-4, max_in_flight=1
+    )
     for prompt in many:
         request = Request(prompt=prompt, max_new_tokens=count, sampling=Sampling(temperature=3.0))
         decoder.submit(replace(request, seed=decoder.submitted))
@@ -123,7 +126,7 @@ def test_slots_do_not_wait_for_each_other(family, tiny_model, many):
         spent[new.request] += new.iterations + 1 if new.request in firsts else 0
         firsts.add(new.request)
     assert decoder.calls == max(spent.values())
-    batch = ib.generate(model, many, max_new_tokens=count, tolerance=1e-4, temperature=3.0)
+    batch = ib.generate(model, many, max_new_tokens=count, tolerance=1e-4, temperature=3.0, max_in_flight=1)
     waiting = int((batch.iterations[:, 1:].amax(0) + 1).sum())
     assert decoder.calls < waiting
     assert decoder.rows_called < decoder.calls * len(many)  # fewer active slots use smaller buckets

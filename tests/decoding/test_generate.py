@@ -167,7 +167,7 @@ def test_decoding_computes_each_token_once_and_weights_once(tiny_model, prompts)
     lengths = []
     model.backbone.norm.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     with mock.patch.object(WeightNorm, "compute", side_effect=WeightNorm.compute) as compute:
-        found = ib.generate(model, prompts[:1], max_new_tokens=4)
+        found = ib.generate(model, prompts[:1], max_new_tokens=4, max_in_flight=1)
     assert compute.call_count == sum(isinstance(m, WeightNorm) for m in model.modules())
     decoding = lengths[lengths.index(1) :]
     assert set(decoding) == {1}
@@ -179,7 +179,7 @@ def test_generate_reserves_the_cache_for_prompt_and_new_tokens(tiny_model, promp
     with mock.patch.object(
         type(model), "initial_state", autospec=True, side_effect=type(model).initial_state
     ) as made:
-        ib.generate(model, prompts, max_new_tokens=3)
+        ib.generate(model, prompts, max_new_tokens=3, max_in_flight=1)
     (call,) = made.call_args_list
     assert call.kwargs == {"max_seq_len": 8 + 3}
 

@@ -24,7 +24,9 @@ def committed(decoder, slot):
 
 
 def test_slot_states_change_only_when_a_token_is_committed(family, tiny_model):
-    decoder = ContinuousDecoder(tiny_model(family), max_batch_size=3, max_seq_len=24, tolerance=1e-3)
+    decoder = ContinuousDecoder(
+        tiny_model(family), max_batch_size=3, max_seq_len=24, tolerance=1e-3, max_in_flight=1
+    )
     for prompt in ([1, 2, 3], [4], [5, 6, 7, 8, 9]):
         decoder.submit(Request(prompt=prompt, max_new_tokens=5))
     decoder.step()

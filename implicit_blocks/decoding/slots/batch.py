@@ -24,7 +24,7 @@ from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
 from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.exits.calls import FixedExit
 from implicit_blocks.exits.exit import Exit
-from implicit_blocks.interfaces import Solver
+from implicit_blocks.interfaces import SlotStates, Solver
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
@@ -119,11 +119,15 @@ class SlotBatch:
                 model, self.weights, slots=max_batch_size, max_seq_len=max_seq_len, dtype=dtype
             )
         if state_dtype is not None:
-            for states in (*self.ends.prelude, *self.states, *self.ends.coda):
+            for states in self.every_states():
                 states.set_dtype(state_dtype)
         self.fused: FusedMap | None = None
         if graphs:
             self.fused = fused_map(model, self.states, self.weights, max_seq_len=max_seq_len)
+
+    def every_states(self) -> tuple[SlotStates, ...]:
+        """Return the states of all layers: prelude, core, coda."""
+        return (*self.ends.prelude, *self.states, *self.ends.coda)
 
     def precision(self) -> torch.autocast:
         """Return the autocast mode in which the slots were created."""
@@ -149,7 +153,7 @@ class SlotBatch:
         A single prompt is written in place; for several, keys and states are copied to the slots.
         """
         options = _limited(self, slots, tolerance, max_iterations)
-        every = (*self.ends.prelude, *self.states, *self.ends.coda)
+        every = self.every_states()
         batch, length = ids_BL.shape
         if batch == 1:
             layers = tuple(states.prefill(slots[0]) for states in every)
@@ -210,7 +214,7 @@ class SlotBatch:
         """
         places = self.places("step", size)
         name = "step" if commit else "search"
-        self._do(name, size, lambda: self._step(places.rows_R, commit=commit))
+        self.do(name, size, lambda: self._step(places.rows_R, commit=commit))
 
     def _step(self, rows_R: Tensor, *, commit: bool) -> None:
         search = self.search
@@ -236,7 +240,7 @@ class SlotBatch:
     def predict(self, size: int) -> None:
         """Compute the logits of the slots set by ``point``, and select the most likely tokens."""
         places = self.places("choose", size)
-        self._do("predict", size, lambda: self._predict(places))
+        self.do("predict", size, lambda: self._predict(places))
 
     def _predict(self, places: Places) -> None:
         rows = places.rows_R
@@ -253,14 +257,25 @@ class SlotBatch:
     def begin(self, size: int) -> None:
         """Report the slots' last tokens; start the search for the new ones in slots that continue."""
         places = self.places("choose", size)
-        self._do("begin", size, lambda: self._begin(places))
+        self.do("begin", size, lambda: self._begin(places))
+
+    def report(self, size: int) -> None:
+        """Report the slots' last tokens, and the searches before them."""
+        places = self.places("choose", size)
+        rows, search = places.rows_R, self.search
+        reported = (
+            self.tokens_S[rows],
+            search.iterations[rows],
+            search.residual[rows],
+            search.converged[rows],
+        )
+        for place, value in zip(places.report_4R, reported, strict=True):
+            place.copy_(value)
 
     def _begin(self, places: Places) -> None:
         rows, search = places.rows_R, self.search
         tokens = self.tokens_S[rows]
-        reported = (tokens, search.iterations[rows], search.residual[rows], search.converged[rows])
-        for place, value in zip(places.report_4R, reported, strict=True):
-            place.copy_(value)
+        self.report(len(rows))
         on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
         start = self.ends.begin(tokens, rows, self.lengths_S[rows], on)
         warm = self.options.warm_start and search.solver is not None
@@ -268,7 +283,8 @@ class SlotBatch:
         self.busy_S[rows] &= ~ended
         self.lengths_S[rows] = self.lengths_S[rows].masked_fill(ended, 0)
 
-    def _do(self, name: str, size: int, procedure: Callable[[], None]) -> None:
+    def do(self, name: str, size: int, procedure: Callable[[], None]) -> None:
+        """Run a procedure, captured if graphs are."""
         with self.precision():
             if self.captured is None:
                 procedure()
@@ -299,8 +315,7 @@ def _limited(
 def _commit_prompts(batch: SlotBatch, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
     """Store the states and outputs of prompts, one per row, in their slots."""
     assert encoded.state is not None
-    blocks, ends = batch.model.state_blocks(), batch.ends
-    every = (*ends.prelude, *batch.states, *ends.coda)
+    blocks, ends, every = batch.model.state_blocks(), batch.ends, batch.every_states()
     for row, slot in enumerate(slots):
         index = torch.full((1,), row, device=batch.device)
         for block, states, layer in zip(blocks, every, encoded.state.layers, strict=True):

@@ -9,17 +9,15 @@ Shape legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Unpack
 
 import torch
-from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
-from implicit_blocks.cuda.procedures import put_
+from implicit_blocks.decoding.generated import CallStatistics
 from implicit_blocks.decoding.prompts import (
     check_model,
     check_prompts,
@@ -27,50 +25,25 @@ from implicit_blocks.decoding.prompts import (
     check_stop_token_ids,
     lay_out,
 )
-from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
-from implicit_blocks.decoding.slots.batch import Places, SlotBatch
+from implicit_blocks.decoding.slots.batch import SlotBatch
+from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, tokens_in_flight
+from implicit_blocks.decoding.slots.texts import (
+    Chosen,
+    Flown,
+    NewToken,
+    Request,
+    Text,
+    alike,
+    check_limits,
+    draw_in_flight,
+    draw_tokens,
+    filled_up,
+)
+from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
-from implicit_blocks.specs import Stopping
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A prompt to be continued by ``max_new_tokens`` tokens, or up to the first of ``stop_token_ids``.
-
-    ``seed`` is that of the row's random generator. ``tolerance`` and ``max_iterations`` of its searches
-    differ from the decoder's where they are not None, which requires ``limits_per_request``.
-    """
-
-    prompt: Sequence[int] | Tensor
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    stop_token_ids: Sequence[int] = ()
-    tolerance: float | None = None
-    max_iterations: int | None = None
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """A generated token, the number of its request, and whether it is the last one.
-
-    ``logits`` (V,) are those that it was chosen from; ``iterations``, ``residual`` and ``converged`` report
-    its search, and are None in explicit models.
-    """
-
-    request: int
-    token: int
-    last: bool
-    logits: Tensor
-    iterations: int | None = None
-    residual: float | None = None
-    converged: bool | None = None
-
-
-TOGETHER = 8192  # maximum number of prompt tokens that are solved together
 
 
 class ContinuousDecoder:
@@ -105,6 +78,10 @@ class ContinuousDecoder:
             head once, to multiples of 1/127 of its largest feature.
         limits_per_request: accept requests with their own ``tolerance`` and ``max_iterations``. On a GPU the
             steps then run without the fused kernel of the search, which has one rule for all slots.
+        max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
+            decoding); 1 decodes them one after the other. None: chosen by the room that ``max_batch_size``
+            leaves in a call (``tokens_in_flight``). Where a mixer or an option of the search does not support
+            it, tokens are decoded one after the other, with a line in the log.
         search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
             ``loops``; all but ``start`` and ``trajectory``.
 
@@ -125,6 +102,7 @@ class ContinuousDecoder:
         graphs: bool = True,
         state_dtype: torch.dtype | None = None,
         limits_per_request: bool = False,
+        max_in_flight: int | None = None,
         **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
@@ -146,24 +124,33 @@ class ContinuousDecoder:
         self.window_length = window_length
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
+        options = SearchOptions(**search)
+        in_flight = tokens_in_flight(
+            max_in_flight, rows=max_batch_size, device=self.device, max_seq_len=max_seq_len
+        )
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,
-            max_seq_len=max_seq_len,
-            options=SearchOptions(**search),
+            max_seq_len=max_seq_len + in_flight - 1,  # keys are written for all tokens in flight
+            options=options,
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
             limits_per_slot=limits_per_request,
         )
-        self.texts: list[_Text | None] = [None] * max_batch_size
-        self.waiting: deque[_Text] = deque()
+        self.wavefront: Wavefront | None = None
+        if in_flight > 1 and decodes_in_flight(
+            model, options, self.batch.every_states(), asked=max_in_flight is not None
+        ):
+            self.wavefront = Wavefront(self.batch, tokens=in_flight)
+        self.texts: list[Text | None] = [None] * max_batch_size
+        self.waiting: deque[Text] = deque()
         self.submitted = 0
         self.calls = 0
         """The number of calls of the map on busy slots so far, without those for prompts."""
         self.rows_called = 0
         """The number of rows in those calls, padding included."""
         self._done: AsyncHostCopy | None = None  # the slots whose searches had ended after the last call
-        self._chosen: deque[_Chosen] = deque()  # tokens that are being copied to the host
+        self._chosen: deque[Chosen | Flown] = deque()  # tokens that are being copied to the host
         self._rows: list[int] = []  # of the last call
         self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
         """Called with the numbers of requests whose prompts were solved together, and their solution."""
@@ -182,7 +169,7 @@ class ContinuousDecoder:
                 iterations that is invalid or that the decoder does not accept.
 
         """
-        _check_limits(request, self.batch.search.stopping, accepted=self.accepts_limits)
+        check_limits(request, self.batch.search.stopping, accepted=self.accepts_limits)
         require_count("max_new_tokens", request.max_new_tokens)
         ids, _ = lay_out([request.prompt], device=self.device)
         room = self.max_seq_len - request.max_new_tokens
@@ -195,9 +182,17 @@ class ContinuousDecoder:
         vocab_size = self.model.spec.vocab_size
         check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)
         check_stop_token_ids(request.stop_token_ids, vocab_size=vocab_size)
-        self.waiting.append(_Text(self.submitted, request, ids))
+        self.waiting.append(Text(self.submitted, request, ids))
         self.submitted += 1
         return self.submitted - 1
+
+    @property
+    def statistics(self) -> CallStatistics:
+        """The calls of the map so far, the tokens in flight and their restarts."""
+        if self.wavefront is None:
+            return CallStatistics(self.calls, 1.0, 0)
+        tokens, windows, restarts = self.wavefront.counts_3.tolist()
+        return CallStatistics(self.calls, tokens / max(1, windows), restarts)
 
     @property
     def accepts_limits(self) -> bool:
@@ -218,8 +213,7 @@ class ContinuousDecoder:
             text.ended = True  # tokens that are being copied are dropped
             if text in self.texts:
                 slot = self.texts.index(text)
-                self.texts[slot] = None
-                self.batch.leave(slot)
+                self._leave(slot)
             return True
         return False
 
@@ -237,6 +231,8 @@ class ContinuousDecoder:
     def step(self) -> list[NewToken]:
         """Fill free slots, call the map once, and return the new tokens that are known, possibly none.
 
+        With several tokens in flight a call can end several searches of a text.
+
         On a GPU the host is one call ahead of the device: the flags of ended searches and the chosen tokens
         are read while the next call runs. The call after the end of a search commits its token, so that only
         the end of a text by a stop token is noticed late.
@@ -245,6 +241,9 @@ class ContinuousDecoder:
         size = self._point()
         if not size:
             return self._collected()
+        if self.wavefront is not None:
+            self._fly(self.wavefront, size)
+            return self._collected(before=self.calls if self.on_gpu else None)
         committing = [] if self.on_gpu else self._committing()
         before = self._done
         self.batch.step(size, commit=self.on_gpu or bool(committing))
@@ -273,7 +272,7 @@ class ContinuousDecoder:
         if not busy:
             return 0
         size = next(size for size in self.buckets if size >= len(busy))
-        rows = _filled_up(self.texts, busy, size)
+        rows = filled_up(self.texts, busy, size)
         if rows != self._rows:
             self.batch.point("step", rows)
             self._rows = rows
@@ -288,7 +287,7 @@ class ContinuousDecoder:
             entering = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
             if not entering:
                 return
-            for group in _alike(entering):
+            for group in alike(entering):
                 for slot, text in group:
                     self.texts[slot] = text
                 slots = [slot for slot, _ in group]
@@ -310,7 +309,7 @@ class ContinuousDecoder:
         if not slots:
             return
         size = next(size for size in self.buckets if size >= len(slots))
-        rows = _filled_up(self.texts, slots, size)
+        rows = filled_up(self.texts, slots, size)
         texts = {rows.index(slot): text for slot in slots if (text := self.texts[slot]) is not None}
         for place, text in texts.items():
             text.begun = self.calls
@@ -320,116 +319,49 @@ class ContinuousDecoder:
         self.batch.point("choose", rows, [place in texts for place in range(size)], on)
         self.batch.predict(size)
         places = self.batch.places("choose", size)
-        _draw(self.batch, places, texts)
-        self.batch.begin(size)
-        kept = places.logits_RV.clone()
-        logits = {place: kept[place] for place in texts}
-        self._chosen.append(_Chosen(self.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
+        draw_tokens(self.batch, places, texts)
+        if self.wavefront is None:
+            self.batch.begin(size)
+        else:
+            for place, text in texts.items():
+                request = text.request
+                length = text.ids.shape[1]
+                self.wavefront.enter(
+                    rows[place], prompt=length, count=request.max_new_tokens, seed=request.seed
+                )
+            self.batch.report(size)
+            self.wavefront.begin(places.rows_R, places.where_R & places.on_R)
+        logits = places.logits_RV.clone()
+        self._chosen.append(Chosen(self.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
         for text in texts.values():
             text.chosen += 1
 
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
         """Return the tokens chosen before this call, or all; end texts at stop tokens."""
         made: list[NewToken] = []
+        searched = self.batch.search.solver is not None
         while self._chosen and (before is None or self._chosen[0].call < before):
-            made += _read_chosen(self, self._chosen.popleft())
+            for slot, text, new in self._chosen.popleft().read(searched=searched):
+                made.append(new)
+                if text.ended and self.texts[slot] is text:  # it continued until the token was known
+                    self._leave(slot)
         return made
 
+    def _leave(self, slot: int) -> None:
+        self.texts[slot] = None
+        self.batch.leave(slot)
+        if self.wavefront is not None:
+            self.wavefront.leave(slot)
 
-class _Text:
-    """An active text: its request, the number of tokens ``chosen``, and the number returned (``made``).
-
-    ``begun`` is the call of the map after which its last token was chosen.
-    """
-
-    def __init__(self, number: int, request: Request, ids: Tensor) -> None:
-        self.number, self.request, self.ids = number, request, ids
-        self.chosen = self.made = self.begun = 0
-        self.ended = False
-        count, sampling = request.max_new_tokens, request.sampling
-        seeds = seeds_of(request.seed, 1)
-        self.keys_N = noise_keys(seeds, count, device=ids.device)[0] if sampling.draws else None
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Tokens chosen after a call of the map, and their texts by index among the slots."""
-
-    call: int
-    rows: list[int]
-    texts: dict[int, _Text]
-    logits: dict[int, Tensor]
-    report: AsyncHostCopy
-
-
-def _check_limits(request: Request, stopping: Stopping | None, *, accepted: bool) -> None:
-    """Check the limits of a request's searches.
-
-    Raises:
-        ValueError: they are not accepted, or invalid.
-
-    """
-    limits = {"tolerance": request.tolerance, "max_iterations": request.max_iterations}
-    given = {name: value for name, value in limits.items() if value is not None}
-    if not given:
-        return
-    if not accepted or stopping is None:
-        named = " and ".join(f"{name} {value}" for name, value in given.items())
-        raise ValueError(
-            f"the request has {named}, and this decoder searches all texts by one rule; omit them, or create "
-            "the decoder with limits_per_request=True, for an implicit model that searches to a tolerance"
-        )
-    SearchOptions(tolerance=request.tolerance, max_iterations=request.max_iterations).stopping(stopping)
-
-
-def _filled_up(texts: Sequence[_Text | None], slots: Sequence[int], size: int) -> list[int]:
-    """Return slots padded to ``size`` with others, idle ones first, in ascending order."""
-    others = sorted((text is not None, n) for n, text in enumerate(texts) if n not in slots)
-    return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
-
-
-def _read_chosen(decoder: ContinuousDecoder, chosen: _Chosen) -> Iterator[NewToken]:
-    """Yield the chosen tokens of texts that have not ended; end texts at stop tokens."""
-    searched = decoder.batch.search.solver is not None
-    tokens, iterations, residual, converged = chosen.report.read()
-    for place, text in chosen.texts.items():
-        if text.ended:
-            continue
-        token = int(tokens[place])
-        text.made += 1
-        text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_token_ids
-        how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
-        yield NewToken(text.number, token, text.ended, chosen.logits[place], *how)
-        slot = chosen.rows[place]
-        if text.ended and decoder.texts[slot] is text:  # the slot continued until its token was known
-            decoder.texts[slot] = None
-            decoder.batch.leave(slot)
-
-
-def _alike(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
-    """Yield groups of texts with prompts of one length and the same limits, with at most TOGETHER tokens."""
-    alike: dict[tuple[int, float | None, int | None], list[tuple[int, _Text]]] = defaultdict(list)
-    for slot, text in entering:
-        key = (text.ids.shape[1], text.request.tolerance, text.request.max_iterations)
-        alike[key].append((slot, text))
-    for (length, *_), group in alike.items():
-        count = max(1, TOGETHER // length)
-        yield from (group[first : first + count] for first in range(0, len(group), count))
-
-
-def _draw(batch: SlotBatch, places: Places, texts: dict[int, _Text]) -> None:
-    """Sample tokens for the texts that request it; texts with the same rule are sampled together."""
-    by_rule: dict[Sampling, list[int]] = defaultdict(list)
-    for place, text in texts.items():
-        if text.request.sampling.draws:
-            by_rule[text.request.sampling].append(place)
-    for sampling, drawing in by_rule.items():
-        keys = [torch.zeros((), dtype=torch.int64, device=batch.device)] * len(places.rows_R)
-        for place in drawing:
-            keys_N = texts[place].keys_N
-            assert keys_N is not None
-            keys[place] = keys_N[texts[place].chosen]
-        where = torch.zeros_like(places.where_R)
-        put_(where, [place in drawing for place in range(len(keys))])
-        chosen = sampling.choose(places.logits_RV, torch.stack(keys))
-        batch.take_tokens(places, chosen, where)
+    def _fly(self, wavefront: Wavefront, size: int) -> None:
+        """Call the map on all tokens in flight, and choose the tokens after them."""
+        rows_R = self.batch.places("step", size).rows_R
+        texts = {place: text for place, slot in enumerate(self._rows) if (text := self.texts[slot])}
+        wavefront.call(size)
+        draw_in_flight(wavefront, size, rows_R, texts)
+        wavefront.decide(size)
+        self.calls += 1
+        self.rows_called += size
+        results = wavefront.results(size)
+        report = AsyncHostCopy(results.report)
+        self._chosen.append(Flown(self.calls - 1, list(self._rows), texts, results.logits.clone(), report))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from implicit_blocks.decoding.generated import Step
 from implicit_blocks.decoding.sampling import Sampling
-from implicit_blocks.decoding.slots.continuous import ContinuousDecoder, NewToken, Request
+from implicit_blocks.decoding.slots.continuous import ContinuousDecoder
+from implicit_blocks.decoding.slots.texts import NewToken, Request
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs
 from implicit_blocks.solution import Solution
@@ -35,6 +36,7 @@ class SlotGeneration:
         stop_token_ids: tokens that end a row.
         pad_token: fills rows after their end.
         window_length: number of tokens per window of the prompts.
+        max_in_flight: maximum number of tokens of a row in flight; None: automatic.
         search: options of the searches that differ from the spec.
 
     """
@@ -51,16 +53,19 @@ class SlotGeneration:
         stop_token_ids: Sequence[int],
         pad_token: int,
         window_length: int | None,
+        max_in_flight: int | None = None,
         **search: Unpack[SearchKwargs],
     ) -> None:
         self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
         self.stop_token_ids = stop_token_ids
         rows = [row if valid_BL is None else row[valid_BL[number]] for number, row in enumerate(ids_BL)]
+        max_seq_len = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
         self.decoder = ContinuousDecoder(
             model,
             max_batch_size=len(rows),
-            max_seq_len=max(len(row) + limit for row, limit in zip(rows, limits, strict=True)),
+            max_seq_len=max_seq_len,
             window_length=window_length,
+            max_in_flight=None if max_in_flight is None else min(max_in_flight, max_seq_len),
             **search,
         )
         self.decoder.on_prompts = self._keep

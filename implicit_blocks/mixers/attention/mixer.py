@@ -22,7 +22,7 @@ from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_line
 from implicit_blocks.mixers import VALUE_GATE_CHANNELS
 from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
-from implicit_blocks.ops.attention.slots import attend_slots
+from implicit_blocks.ops.attention.slots import attend_slot_windows, attend_slots
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.specs import AttentionSpec
@@ -222,6 +222,19 @@ class Attention(Mixer):
         """Attend, and return the state with the window's keys and values."""
         return self._attend(z_BLD, u_BLU, state, context)
 
+    def advance_prefix(
+        self,
+        z_BLD: Tensor,
+        u_BLU: Tensor | None,
+        state: AttentionState | SlotKeys,
+        context: AttentionContext,
+        prefix: AttentionContext,
+    ) -> tuple[Tensor, AttentionState | SlotKeys]:
+        """Attend; in slots the keys and values of all tokens are written, and lengths commit the first."""
+        if isinstance(state, SlotKeys):
+            return self._attend(z_BLD, u_BLU, state, context)
+        return super().advance_prefix(z_BLD, u_BLU, state, context, prefix)
+
     def _attend(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
     ) -> tuple[Tensor, AttentionState | SlotKeys]:
@@ -247,7 +260,12 @@ class Attention(Mixer):
         return out, after
 
     def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, state: SlotKeys) -> Tensor:
-        """Write each slot's key and value after its tokens, and attend from its token."""
+        """Write each slot's keys and values after its tokens, and attend from the window's tokens."""
+        if q.shape[2] > 1:
+            state.put_window(k, v)
+            return attend_slot_windows(
+                q, state.keys_SKCP, state.values_SKCP, rows_R=state.rows_R, lengths_R=state.lengths_R
+            )
         state.put(k[:, :, 0], v[:, :, 0])
         y = attend_slots(
             q[:, :, 0],

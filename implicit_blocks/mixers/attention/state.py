@@ -30,8 +30,8 @@ class AttentionState(NamedTuple):
 class SlotKeys(NamedTuple):
     """Keys and values of all slots, (S, K, C, P); the slots of a step, (R,), and the tokens each has, (R,).
 
-    A step writes each slot's key and value after its tokens and attends in place: slots are indexed, never
-    copied. A token is committed by increasing the slot's length. 8-bit keys and values have scales,
+    A step writes each slot's keys and values after its tokens and attends in place: slots are indexed, never
+    copied. Tokens are committed by increasing the slot's length. 8-bit keys and values have scales,
     (S, K, C).
     """
 
@@ -44,9 +44,7 @@ class SlotKeys(NamedTuple):
 
     def put(self, keys_RKP: Tensor, values_RKP: Tensor) -> None:
         """Write the key and value of one token after those of each slot."""
-        slots = self.rows_R
-        if slots is None:
-            slots = torch.arange(len(keys_RKP), device=keys_RKP.device)
+        slots = self._slots(keys_RKP)
         written = (
             (keys_RKP, self.keys_SKCP, self.key_scales_SKC),
             (values_RKP, self.values_SKCP, self.value_scales_SKC),
@@ -55,6 +53,17 @@ class SlotKeys(NamedTuple):
             if scales is not None:
                 new, scales[slots, :, self.lengths_R] = eight_bits(new)
             kept[slots, :, self.lengths_R] = new
+
+    def put_window(self, keys_RKLP: Tensor, values_RKLP: Tensor) -> None:
+        """Write the keys and values of a window's tokens after those of each slot."""
+        slots = self._slots(keys_RKLP)[:, None]
+        places = self.lengths_R[:, None] + torch.arange(keys_RKLP.shape[2], device=keys_RKLP.device)
+        self.keys_SKCP[slots, :, places] = keys_RKLP.transpose(1, 2).to(self.keys_SKCP.dtype)
+        self.values_SKCP[slots, :, places] = values_RKLP.transpose(1, 2).to(self.values_SKCP.dtype)
+
+    def _slots(self, like_R: Tensor) -> Tensor:
+        rows = self.rows_R
+        return torch.arange(len(like_R), device=like_R.device) if rows is None else rows
 
 
 class AttentionSlots(SlotStates):
@@ -84,6 +93,11 @@ class AttentionSlots(SlotStates):
         self.keys, self.values = (torch.zeros_like(kept, dtype=dtype) for kept in (self.keys, self.values))
         scales = torch.zeros(2, *self.keys.shape[:-1], device=self.keys.device)
         self.key_scales, self.value_scales = scales.unbind()
+
+    @property
+    def windows(self) -> bool:
+        """Whether keys are not rounded to 8 bits: a token attends to the rounded keys before its own."""
+        return self.key_scales is None
 
     def prefill(self, slot: int) -> State:
         """Return a view of the slot's memory, so that a prompt is written in place.

@@ -20,7 +20,7 @@ from implicit_blocks._utils.module_hooks import has_hooks
 from implicit_blocks._utils.padding import permute
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers.mamba2.state import Mamba2Slots, Mamba2State
+from implicit_blocks.mixers.mamba2.state import Mamba2Prefix, Mamba2Slots, Mamba2State
 from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
@@ -163,6 +163,25 @@ class Mamba2(Mixer):
         y = y if context.inverse_BL is None else permute(y, context.inverse_BL)
         return y, Mamba2State(tail, h)
 
+    def advance_prefix(
+        self,
+        z_BLD: Tensor,
+        u_BLU: Tensor | None,
+        state: Mamba2State,
+        context: Mamba2Context,
+        prefix: Mamba2Context,
+    ) -> tuple[Tensor, Mamba2State]:
+        """Project and mix the window once; a second scan of its inputs gives the state."""
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        x, maps = self._convolve(conv_in, state, context)
+        y, _ = self._recur(x, dt, maps, state, context, return_final_state=False)
+        assert prefix.valid_BL is not None  # the real tokens are the first ones
+        dt = dt.where(prefix.valid_BL[:, :, None], 0.0)
+        _, h = self._recur(x, dt, maps, state, context, return_final_state=True)
+        assert h is not None
+        tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=prefix.last_taps_BW)
+        return self._output(y, x, gate), Mamba2Prefix(tail, h)
+
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor] | None:
@@ -241,7 +260,14 @@ class Mamba2(Mixer):
         *,
         return_final_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        batch, length, _ = conv_in.shape
+        x, maps = self._convolve(conv_in, state, context)
+        y, h = self._recur(x, dt, maps, state, context, return_final_state=return_final_state)
+        return self._output(y, x, gate), h
+
+    def _convolve(
+        self, conv_in: Tensor, state: Mamba2State, context: Mamba2Context
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return x, (B, L, H, P), and the maps B and C, (B, L, G, N)."""
         conv_out = causal_conv(
             conv_in,
             self.conv.weight,
@@ -254,13 +280,25 @@ class Mamba2(Mixer):
         )
         groups, maps = self.spec.n_groups, self.spec.n_groups * self.spec.d_state
         x, B, C = conv_out.split((self.d_inner, maps, maps), dim=-1)
-        x = x.view(batch, length, self.n_heads, self.spec.head_dim)
-        y, h = ssd(
+        x = x.view(*x.shape[:2], self.n_heads, self.spec.head_dim)
+        return x, (B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1)))
+
+    def _recur(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        maps: tuple[Tensor, Tensor],
+        state: Mamba2State,
+        context: Mamba2Context,
+        *,
+        return_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the scan's values, (B, L, H, P), and the final h."""
+        return ssd(
             x,
             dt,
             -torch.exp(at_least_float32(self.A_log)),
-            B.unflatten(-1, (groups, -1)),
-            C.unflatten(-1, (groups, -1)),
+            *maps,
             initial_state_BHPN=None if context.begins else state.h_BHPN,  # skip the products with zeros
             chunk_size=self.spec.chunk_size,
             documents_BL=context.documents_BL,
@@ -268,9 +306,11 @@ class Mamba2(Mixer):
             return_final_state=return_final_state,
             backend=self.spec.backend,
         )
-        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).reshape(batch, length, self.d_inner)
+
+    def _output(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
+        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).flatten(-2)
         out: Tensor = self.out_proj(self.norm(y * F.silu(gate)))
-        return out, h
+        return out
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""

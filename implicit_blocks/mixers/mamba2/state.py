@@ -27,6 +27,10 @@ class Mamba2State(NamedTuple):
     h_BHPN: Tensor
 
 
+class Mamba2Prefix(Mamba2State):
+    """The state after the first tokens of a window, whose number differs between rows."""
+
+
 class Mamba2Slots(SlotStates):
     """The convolution's last inputs, ``taps_SWC``, and the scan's ``h_SHPN`` of every slot.
 
@@ -49,6 +53,11 @@ class Mamba2Slots(SlotStates):
         super().set_dtype(dtype)
         self.h_SHPN = self.h_SHPN.to(dtype)
 
+    @property
+    def windows(self) -> bool:
+        """Whether states have their default dtype; narrower ones are rounded at every token."""
+        return self.h_SHPN.dtype == self._new.h_BHPN.dtype
+
     def prefill(self, slot: int) -> Mamba2State:
         """Return an empty state."""
         return self._new
@@ -67,10 +76,18 @@ class Mamba2Slots(SlotStates):
         return Mamba2State(self.taps_SWC[rows[:, None], entries], h)
 
     def write(self, rows_R: Tensor | None, after: Mamba2State, committed_R: Tensor) -> None:
-        """Copy committed states into their slots; the other slots may get an input that is never read."""
+        """Copy committed states into their slots; the other slots may get an input that is never read.
+
+        The state after several tokens of a window comes with all inputs of the convolution that it reads.
+        """
         rows = self._slots if rows_R is None else rows_R
         taps, entries = self.taps_SWC.shape[1], self.next_S[rows]
-        if taps > 1:
+        if isinstance(after, Mamba2Prefix):
+            ring = (entries[:, None] + self._order) % taps
+            kept = self.taps_SWC[rows[:, None], ring]
+            new = torch.where(committed_R[:, None, None], after.conv_BWC.to(kept.dtype), kept)
+            self.taps_SWC[rows[:, None], ring] = new
+        elif taps > 1:
             self.taps_SWC[rows, entries] = after.conv_BWC[:, -1].to(self.taps_SWC.dtype)
             self.next_S[rows] = (entries + committed_R) % taps
         kept = self.h_SHPN if rows_R is None else self.h_SHPN[rows_R]

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.quantization import EightBits
 
-__all__ = ["BACKENDS", "attend_slots"]
+__all__ = ["BACKENDS", "attend_slot_windows", "attend_slots"]
 
 
 def attend_slots(
@@ -61,6 +61,48 @@ def attend_slots(
     keys = _Kept(keys_SKCP, key_scales_SKC, own_keys_RKP)
     values = _Kept(values_SKCP, value_scales_SKC, own_values_RKP)
     return BACKENDS[backend](q_RHP, keys, values, rows_R, lengths_R)
+
+
+def attend_slot_windows(
+    q_RHLP: Tensor,
+    keys_SKCP: Tensor,
+    values_SKCP: Tensor,
+    *,
+    rows_R: Tensor | None,
+    lengths_R: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """Attend from windows of L tokens that follow ``lengths_R`` tokens of each row's slot, (R, H, L, P).
+
+    The keys and values of a window's own tokens are already in the slot, and each token attends up to its
+    own. Arguments as for ``attend_slots``.
+    """
+    if backend is None:
+        backend = "each" if q_RHLP.device.type == "cpu" else "masked"
+    note("attention in slots", f"sdpa, {backend}")
+    length, grouped = q_RHLP.shape[2], q_RHLP.shape[1] != keys_SKCP.shape[1]
+    order = torch.arange(length, device=q_RHLP.device)[:, None]
+    if backend == "masked":
+        keys, values = (kept if rows_R is None else kept[rows_R] for kept in (keys_SKCP, values_SKCP))
+        places = torch.arange(keys.shape[2], device=keys.device)
+        mask = places <= (lengths_R[:, None, None] + order)[:, None]
+        return scaled_dot_product_attention(
+            q_RHLP, keys.to(q_RHLP.dtype), values.to(q_RHLP.dtype), attn_mask=mask, enable_gqa=grouped
+        )
+    slots = range(len(q_RHLP)) if rows_R is None else rows_R.tolist()
+    found = []
+    for row, (slot, before) in enumerate(zip(slots, lengths_R.tolist(), strict=True)):
+        end = before + length
+        found.append(
+            scaled_dot_product_attention(
+                q_RHLP[row, None],
+                keys_SKCP[slot : slot + 1, :, :end],
+                values_SKCP[slot : slot + 1, :, :end],
+                attn_mask=torch.arange(end) <= before + order,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 class _Kept(NamedTuple):

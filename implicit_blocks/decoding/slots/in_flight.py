@@ -1,0 +1,121 @@
+"""How many tokens of a text are in flight: by the room in a call, and where a model does not support any."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+from implicit_blocks._utils.validation import require_count
+from implicit_blocks.exits import FixedExitSpec
+from implicit_blocks.interfaces import SearchingSolver, SlotStates
+from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchOptions
+
+_LOG = logging.getLogger(__name__)
+
+MOST = 8
+"""The number of tokens in flight chosen automatically at most; trained models have 3 to 5 on average."""
+ROOM = {"cpu": 32, "cuda": 1}
+"""The number of tokens of all texts in one call, by device, up to which a call mostly reads the weights; more
+tokens then take hardly more time. 1 on a GPU, where the captured call has not been measured."""
+
+
+def tokens_in_flight(
+    asked: int | None, *, rows: int, device: torch.device, max_seq_len: int | None = None
+) -> int:
+    """Return the maximum number of tokens in flight per text.
+
+    Automatically it is the room of the device divided by the number of rows, at most 8 and at least 1.
+
+    Args:
+        asked: the number asked for; None: automatic.
+        rows: the number of texts that are decoded together.
+        device: of the model.
+        max_seq_len: the room of a text in tokens; None: enough.
+
+    Raises:
+        ValueError: the number is below 1 or above ``max_seq_len``.
+
+    """
+    if asked is None:
+        most = max(1, min(MOST, ROOM.get(device.type, 1) // rows))
+        return most if max_seq_len is None else min(most, max_seq_len)
+    require_count("max_in_flight", asked)
+    if max_seq_len is not None and asked > max_seq_len:
+        raise ValueError(
+            f"max_in_flight is {asked}, and max_seq_len leaves room for {max_seq_len} tokens; choose at most "
+            f"{max_seq_len}, or increase max_seq_len"
+        )
+    return asked
+
+
+def decodes_in_flight(
+    model: LanguageModel,
+    options: SearchOptions,
+    states: Iterable[SlotStates] | None = None,
+    *,
+    asked: bool,
+) -> bool:
+    """Whether tokens can be in flight; the reason why not is logged once.
+
+    Args:
+        model: the model.
+        options: of the searches.
+        states: the states of all layers; None: small ones are made.
+        asked: whether a number was asked for, so that the log warns.
+
+    """
+    if not isinstance(model, ImplicitLM):  # one call per token
+        return False
+    reason = _of_search(model, options)
+    try:
+        if reason is None:
+            reason = _of_states(_small_states(model) if states is None else states)
+    except ValueError as error:  # a mixer without slots
+        reason = str(error)
+    if reason is not None:
+        _report_once(reason, asked)
+    return reason is None
+
+
+def _of_search(model: ImplicitLM, options: SearchOptions) -> str | None:
+    solver, stopping = model.search_config(options)
+    criterion = model.spec.at_evaluation.exit if options.exit is None else options.exit
+    if model.core_loops > 1:
+        return "the model keeps one state per loop"
+    if options.loops is not None or isinstance(criterion, FixedExitSpec):
+        return "every token takes a fixed number of loops"
+    if criterion.kind != "residual":
+        return f"the exit criterion {criterion.kind!r} ends a search before its fixed point"
+    if stopping.tolerance == 0:
+        return "no search reaches the tolerance 0"
+    if options.warm_start:
+        return "warm_start begins at the solution of the token before"
+    if options.moving_average is not None:
+        return "moving_average averages the iterates of one map"
+    if isinstance(solver, SearchingSolver):
+        return f"the solver {type(solver).__name__} has a stopping rule of its own"
+    return None
+
+
+def _of_states(states: Iterable[SlotStates]) -> str | None:
+    for each in states:
+        if not each.windows:
+            return f"{type(each).__name__} cannot mix provisional tokens (SlotStates.windows)"
+    return None
+
+
+def _small_states(model: ImplicitLM) -> Iterable[SlotStates]:
+    weight = model.embedding.weight
+    for block in model.state_blocks():
+        yield block.mixer.slots(1, device=weight.device, dtype=weight.dtype, max_seq_len=1)
+
+
+@cache
+def _report_once(reason: str, asked: bool) -> None:
+    log = _LOG.warning if asked else _LOG.info
+    log("tokens are decoded one after the other, without tokens in flight: %s", reason)

@@ -1,0 +1,196 @@
+"""Texts of continuous decoding: requests, their progress, and the reports of their tokens.
+
+Shape legend: V vocabulary, R slots of a step, W tokens in flight.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
+from implicit_blocks.cuda.procedures import put_
+from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
+from implicit_blocks.decoding.slots.batch import Places, SlotBatch
+from implicit_blocks.decoding.slots.wavefront import Wavefront
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.specs import Stopping
+
+TOGETHER = 8192  # maximum number of prompt tokens that are solved together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to be continued by ``max_new_tokens`` tokens, or up to the first of ``stop_token_ids``.
+
+    ``seed`` is that of the row's random generator. ``tolerance`` and ``max_iterations`` of its searches
+    differ from the decoder's where they are not None, which requires ``limits_per_request``.
+    """
+
+    prompt: Sequence[int] | Tensor
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop_token_ids: Sequence[int] = ()
+    tolerance: float | None = None
+    max_iterations: int | None = None
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A generated token, the number of its request, and whether it is the last one.
+
+    ``logits`` (V,) are those that it was chosen from; ``iterations``, ``residual`` and ``converged`` report
+    its search, and are None in explicit models.
+    """
+
+    request: int
+    token: int
+    last: bool
+    logits: Tensor
+    iterations: int | None = None
+    residual: float | None = None
+    converged: bool | None = None
+
+
+class Text:
+    """An active text: its request, the number of tokens ``chosen``, and the number returned (``made``).
+
+    ``begun`` is the call of the map after which its last token was chosen.
+    """
+
+    def __init__(self, number: int, request: Request, ids: Tensor) -> None:
+        self.number, self.request, self.ids = number, request, ids
+        self.chosen = self.made = self.begun = 0
+        self.ended = False
+        count, sampling = request.max_new_tokens, request.sampling
+        seeds = seeds_of(request.seed, 1)
+        self.keys_N = noise_keys(seeds, count, device=ids.device)[0] if sampling.draws else None
+
+    def took(self, numbers: Sequence[float], logits_V: Tensor, *, searched: bool) -> NewToken:
+        """Count a token, given the numbers of a report, and end the text if it is the last one."""
+        token, iterations, residual, converged = numbers
+        self.made += 1
+        self.ended = self.made == self.request.max_new_tokens or token in self.request.stop_token_ids
+        how = (int(iterations), residual, bool(converged)) if searched else ()
+        return NewToken(self.number, int(token), self.ended, logits_V, *how)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens chosen after a call of the map, and their texts by index among the slots.
+
+    ``report`` is (4, R): the token, and iterations, residual and status of the search before it.
+    """
+
+    call: int
+    rows: list[int]
+    texts: dict[int, Text]
+    logits: Tensor
+    """(R, V)."""
+    report: AsyncHostCopy
+
+    def read(self, *, searched: bool) -> Iterator[tuple[int, Text, NewToken]]:
+        """Yield the slots, texts and tokens of texts that have not ended, and count the tokens."""
+        report = self.report.read()
+        for place, text in self.texts.items():
+            if not text.ended:
+                numbers = [row[place] for row in report]
+                yield self.rows[place], text, text.took(numbers, self.logits[place], searched=searched)
+
+
+@dataclass(frozen=True)
+class Flown:
+    """The tokens in flight after a call of the map; ``report`` is (5, R, W), as in ``Results``."""
+
+    call: int
+    rows: list[int]
+    texts: dict[int, Text]
+    logits: Tensor
+    """(R, W, V)."""
+    report: AsyncHostCopy
+
+    def read(self, *, searched: bool) -> Iterator[tuple[int, Text, NewToken]]:
+        """Yield the slots, texts and tokens after tokens that were solved, and count the tokens."""
+        solved, *report = self.report.read()
+        for place, text in self.texts.items():
+            for number, flag in enumerate(solved[place]):
+                if flag and not text.ended:
+                    numbers = [row[place][number] for row in report]
+                    logits = self.logits[place, number]
+                    yield self.rows[place], text, text.took(numbers, logits, searched=searched)
+
+
+def check_limits(request: Request, stopping: Stopping | None, *, accepted: bool) -> None:
+    """Check the limits of a request's searches.
+
+    Raises:
+        ValueError: they are not accepted, or invalid.
+
+    """
+    limits = {"tolerance": request.tolerance, "max_iterations": request.max_iterations}
+    given = {name: value for name, value in limits.items() if value is not None}
+    if not given:
+        return
+    if not accepted or stopping is None:
+        named = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ValueError(
+            f"the request has {named}, and this decoder searches all texts by one rule; omit them, or create "
+            "the decoder with limits_per_request=True, for an implicit model that searches to a tolerance"
+        )
+    SearchOptions(tolerance=request.tolerance, max_iterations=request.max_iterations).stopping(stopping)
+
+
+def filled_up(texts: Sequence[Text | None], slots: Sequence[int], size: int) -> list[int]:
+    """Return slots padded to ``size`` with others, idle ones first, in ascending order."""
+    others = sorted((text is not None, n) for n, text in enumerate(texts) if n not in slots)
+    return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
+
+
+def alike(entering: Sequence[tuple[int, Text]]) -> Iterator[list[tuple[int, Text]]]:
+    """Yield groups of texts with prompts of one length and the same limits, with at most TOGETHER tokens."""
+    alike: dict[tuple[int, float | None, int | None], list[tuple[int, Text]]] = defaultdict(list)
+    for slot, text in entering:
+        key = (text.ids.shape[1], text.request.tolerance, text.request.max_iterations)
+        alike[key].append((slot, text))
+    for (length, *_), group in alike.items():
+        count = max(1, TOGETHER // length)
+        yield from (group[first : first + count] for first in range(0, len(group), count))
+
+
+def by_rule(texts: dict[int, Text]) -> dict[Sampling, list[int]]:
+    """Return the places of texts that are sampled, by their rule."""
+    places: dict[Sampling, list[int]] = defaultdict(list)
+    for place, text in texts.items():
+        if text.request.sampling.draws:
+            places[text.request.sampling].append(place)
+    return places
+
+
+def draw_tokens(batch: SlotBatch, places: Places, texts: dict[int, Text]) -> None:
+    """Sample tokens for the texts that request it; texts with the same rule are sampled together."""
+    for sampling, drawing in by_rule(texts).items():
+        keys = [torch.zeros((), dtype=torch.int64, device=batch.device)] * len(places.rows_R)
+        for place in drawing:
+            keys_N = texts[place].keys_N
+            assert keys_N is not None
+            keys[place] = keys_N[texts[place].chosen]
+        where = torch.zeros_like(places.where_R)
+        put_(where, [place in drawing for place in range(len(keys))])
+        chosen = sampling.choose(places.logits_RV, torch.stack(keys))
+        batch.take_tokens(places, chosen, where)
+
+
+def draw_in_flight(wavefront: Wavefront, size: int, rows_R: Tensor, texts: dict[int, Text]) -> None:
+    """Sample the tokens after those in flight, for the texts that request it."""
+    results = wavefront.results(size)
+    for sampling, drawing in by_rule(texts).items():
+        where = torch.zeros(size, dtype=torch.bool, device=rows_R.device)
+        put_(where, [place in drawing for place in range(size)])
+        keys = wavefront.keys(rows_R)
+        drawn = sampling.choose(results.logits.flatten(0, 1), keys.flatten()).view_as(results.chosen)
+        results.chosen.copy_(torch.where(where[:, None], drawn, results.chosen))
