@@ -7,6 +7,8 @@ Shape legend: S slots, R of them in a step.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -127,6 +129,75 @@ def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             )
         for slot in committing:
             lengths[slot] += 1
+
+
+WINDOWS: tuple[tuple[list[int] | None, list[int]], ...] = (
+    (None, [1, 0, 2, 0]),
+    ([2, 0], [0, 2]),
+    ([1], [3]),
+    (None, [2, 0, 3, 0]),
+    ([0, 3, 2], [1, 0, 0]),  # an idle slot pads the call
+    (None, [0, 1, 0, 0]),
+)
+"""The slots of each call (None: all), and the number of tokens that each of them commits."""
+
+
+@torch.no_grad()
+def slot_windows(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that windows of provisional tokens in slots equal their sequences, where slots serve windows."""
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    length, cpu = 3, torch.device("cpu")
+    try:
+        states = mixer.slots(BATCH + 1, device=cpu, dtype=torch.float64, max_seq_len=LENGTH + length)
+    except ValueError:
+        return
+    if not states.windows:
+        return
+    expected = [run(mixer, z[row : row + 1], u[row : row + 1], [LENGTH])[0][0] for row in range(BATCH)]
+    lengths = torch.zeros(BATCH + 1, dtype=torch.int64)
+    for slot, prompt in enumerate(PROMPTS):
+        _prefill(mixer, states, slot, z[slot, :prompt], u[slot, :prompt])
+        lengths[slot] = prompt
+    for step, (chosen, counts) in enumerate(WINDOWS):
+        rows = list(range(BATCH + 1)) if chosen is None else chosen
+        index = None if chosen is None else torch.tensor(chosen)
+        at, taken, order = lengths[rows], torch.tensor(counts), torch.arange(length)
+        window = Window(
+            batch_size=len(rows), start=1, length=length, positions_BL=at[:, None] + order, dtype=z.dtype
+        )
+        known = torch.ones(len(rows), 1, dtype=torch.bool)
+        valid = torch.cat((known, order < taken[:, None]), 1)
+        prefix = replace(window, valid_BT=valid, gaps=False, shared={})
+        z_step, u_step = (_tokens(x, rows, lengths, length) for x in (z, u))
+        context, before = mixer.prepare(with_ids(mixer, window, z_step)), states.gather(index, at)
+        first = mixer.prepare(with_ids(mixer, prefix, z_step))
+        mixer(z_step.flip(1) - 1, u_step, before, context)  # other provisional tokens
+        iterated = mixer(z_step, u_step, before, context)
+        final, after = mixer.advance_prefix(z_step, u_step, before, context, first)
+        states.write(index, after, taken > 0)
+        for number, slot in enumerate(rows):
+            if slot == BATCH:
+                continue
+            wanted = expected[slot][lengths[slot] : lengths[slot] + length]
+            error = max(relative_error(y[number, : len(wanted)], wanted) for y in (iterated, final))
+            require(
+                error < TOLERANCE,
+                mixer,
+                "slot windows",
+                f"call {step + 1}: the tokens after {int(lengths[slot])} others in slot {slot} differ by "
+                f"{error:.1e} from those of its sequence alone; check gather, advance_prefix and write, or "
+                "let SlotStates.windows return False",
+            )
+        for slot, count in zip(rows, counts, strict=True):
+            lengths[slot] += count
+
+
+def _tokens(x_BLF: Tensor, rows: list[int], lengths: Tensor, count: int) -> Tensor:
+    """Return the next tokens of the slots' sequences, padded by zeros, (R, count, F)."""
+    padded = torch.cat((x_BLF, x_BLF.new_zeros(len(x_BLF), count, x_BLF.shape[2])), 1)
+    padded = torch.cat((padded, torch.zeros_like(padded[:1])))  # the idle slot
+    return torch.stack([padded[slot, lengths[slot] : lengths[slot] + count] for slot in rows])
 
 
 def _prefill(mixer: Mixer, states: SlotStates, slot: int, z_LD: Tensor, u_LU: Tensor) -> None:

@@ -34,6 +34,7 @@ MIXER_CONTRACTS: dict[str, Callable[..., Any]] = named(
         windows.max_seq_len,
         further.truncate,
         further.slots,
+        further.slot_windows,
         modules.gradients,
         modules.low_precision,
         modules.copies,

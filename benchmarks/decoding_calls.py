@@ -1,0 +1,194 @@
+"""Sequential beside wavefront decoding: calls per token, tokens per second of a user, and equal texts.
+
+    python benchmarks/decoding_calls.py runs/books_5m runs/books_5m_mamba2 --prompts 100
+    python benchmarks/decoding_calls.py --tiny              # random weights: check that it runs
+
+Prompts are consecutive parts of ``--data``, a folder of tokens (default: that of the run), or random tokens.
+Each is continued by ``--tokens`` tokens, for each tolerance, greedily and sampled. Counts are those of texts
+that are decoded one by one (``--timed`` of them, which are timed: tokens per second of one user); texts of
+all prompts are compared. Where two texts part, the program prints the margin in the logits of the sequential
+text between its token and the next best, noise included when sampling: a margin below the error of the
+solution is a near tie. A call is one call of the core on the tokens in flight; sequential decoding commits a
+token with a further call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from report import machine, write
+
+import implicit_blocks as ib
+from implicit_blocks.checkpoints.load_model import load_model
+from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request, Sampling
+from implicit_blocks.decoding.sampling import noise_keys
+from implicit_blocks.ops.noise import gumbel_at
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", type=Path, help="folders of runs")
+    parser.add_argument("--tiny", action="store_true", help="small models with random weights")
+    parser.add_argument("--data", type=Path, help="folder of tokens")
+    parser.add_argument("--prompts", type=int, default=100, help="number of texts that are compared")
+    parser.add_argument("--timed", type=int, default=8, help="number of texts that are timed one by one")
+    parser.add_argument("--context", type=int, default=64, help="prompt length in tokens")
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens per text")
+    parser.add_argument("--tolerances", nargs="+", type=float, default=[1e-2, 1e-3])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--in-flight", type=int, default=8, help="tokens in flight per text")
+    parser.add_argument("--rows", type=int, default=4, help="texts decoded together, to compare")
+    parser.add_argument("--max-iterations", type=int, default=200)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", default="decoding_calls", help="name in benchmarks/results, or a path")
+    arguments = parser.parse_args()
+    rows = []
+    for name, model, data in models(arguments):
+        prompts = tokens_of(data, model.spec.vocab_size, arguments)
+        for tolerance in arguments.tolerances:
+            for temperature in arguments.temperatures:
+                work = {"model": name, "tolerance": tolerance, "temperature": temperature}
+                rows.append(work | measure(model, prompts, tolerance, temperature, arguments))
+                print(rows[-1], flush=True)
+                given = {key: str(value) for key, value in vars(arguments).items()}
+                write(arguments.output, {"machine": machine(), "arguments": given, "rows": rows})
+    table(rows)
+
+
+def models(arguments: argparse.Namespace) -> list[tuple[str, Any, Path | None]]:
+    """Return names, models and folders of tokens."""
+    if not arguments.tiny:
+        found = []
+        for folder in arguments.models:
+            data = arguments.data or Path(str(ib.load_spec(str(folder / "spec.yaml")).data.path))
+            found.append((folder.name, load_model(folder).to(arguments.device).eval(), data))
+        return found
+    torch.manual_seed(0)
+    mixers = {"attention": ib.AttentionSpec(n_heads=4), "mamba2": ib.Mamba2Spec(d_state=16, head_dim=16)}
+    return [
+        (name, ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, mixer=mixer)).eval(), None)
+        for name, mixer in mixers.items()
+    ]
+
+
+def tokens_of(data: Path | None, vocabulary: int, arguments: argparse.Namespace) -> list[list[int]]:
+    """Return the prompts."""
+    count, length = arguments.prompts, arguments.context
+    if data is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(vocabulary, (count, length), generator=generator).tolist()  # type: ignore[no-any-return]  # a list of lists
+    shard = next((data / "validation").glob("*.bin"))
+    tokens = torch.from_numpy(numpy.fromfile(shard, dtype=numpy.uint16).astype(numpy.int64))
+    return tokens[: len(tokens) // length * length].view(-1, length)[:count].tolist()  # type: ignore[no-any-return]  # as above
+
+
+def measure(
+    model: Any, prompts: list[list[int]], tolerance: float, temperature: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    texts = {}
+    for mode, in_flight in (("sequential", 1), ("wavefront", arguments.in_flight)):
+        start, calls, tokens, flown, restarts = time.perf_counter(), 0, 0, 0.0, 0
+        for number, prompt in enumerate(prompts[: arguments.timed]):
+            decoder, _ = decoded(model, [prompt], [number], 1, in_flight, tolerance, temperature, arguments)
+            calls, tokens = calls + decoder.statistics.calls, tokens + arguments.tokens - 1
+            flown += decoder.statistics.tokens_in_flight / arguments.timed
+            restarts += decoder.statistics.restarts
+        seconds = time.perf_counter() - start
+        numbers = list(range(len(prompts)))
+        _, texts[mode] = decoded(
+            model, prompts, numbers, arguments.rows, in_flight, tolerance, temperature, arguments
+        )
+        found[mode] = {
+            "calls_per_token": round(calls / tokens, 2),
+            "tokens_per_second": round((tokens + arguments.timed) / seconds, 1),
+            "tokens_in_flight": round(flown, 2),
+            "restarts_per_token": round(restarts / tokens, 2),
+            "converged": round(_share(texts[mode]), 4),
+        }
+    found["equal_texts"], found["near_ties"] = compare(
+        texts["sequential"], texts["wavefront"], temperature, arguments
+    )
+    return found
+
+
+def _share(texts: list[list[NewToken]]) -> float:
+    flags = [bool(new.converged) for text in texts for new in text[1:]]
+    return sum(flags) / max(1, len(flags))
+
+
+def decoded(
+    model: Any,
+    prompts: list[list[int]],
+    seeds: list[int],
+    rows: int,
+    in_flight: int,
+    tolerance: float,
+    temperature: float,
+    arguments: argparse.Namespace,
+) -> tuple[ContinuousDecoder, list[list[NewToken]]]:
+    """Return the decoder and the new tokens of each prompt."""
+    decoder = ContinuousDecoder(
+        model,
+        max_batch_size=rows,
+        max_seq_len=arguments.context + arguments.tokens,
+        max_in_flight=in_flight,
+        tolerance=tolerance,
+        max_iterations=arguments.max_iterations,
+    )
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        sampling = Sampling(temperature=temperature)
+        decoder.submit(Request(prompt=prompt, max_new_tokens=arguments.tokens, sampling=sampling, seed=seed))
+    texts: list[list[NewToken]] = [[] for _ in prompts]
+    for new in decoder.run():
+        texts[new.request].append(new)
+    return decoder, texts
+
+
+def compare(
+    sequential: list[list[NewToken]],
+    wavefront: list[list[NewToken]],
+    temperature: float,
+    arguments: argparse.Namespace,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return how many texts are equal, and where the others part."""
+    parted = []
+    for seed, (olds, news) in enumerate(zip(sequential, wavefront, strict=True)):
+        for number, (old, new) in enumerate(zip(olds, news, strict=True)):
+            if old.token == new.token:
+                continue
+            scores = old.logits.double().cpu()
+            if temperature:
+                key = noise_keys([seed], number + 1, device=torch.device("cpu"))[0, -1:]
+                scores = scores / temperature + gumbel_at(key, len(scores))[0]
+            best = scores.topk(2).values
+            error = float((old.logits - new.logits).abs().max())
+            margin = float(best[0] - best[1])
+            parted.append(
+                {"text": seed, "token": number, "margin": round(margin, 5), "logits": round(error, 5)}
+            )
+            break
+    return f"{len(sequential) - len(parted)} of {len(sequential)}", parted
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    described = machine()
+    print(f"\n{described.get('gpu', described['cpu'])}, torch {described['torch']}, {described['date']}")
+    print(
+        "| model | tolerance | temperature | decoding | calls per token | tokens/s | in flight | restarts |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        for mode in ("sequential", "wavefront"):
+            cells = (row["model"], row["tolerance"], row["temperature"], mode)
+            print("| " + " | ".join(map(str, (*cells, *list(row[mode].values())[:4]))) + " |")
+        print(f"equal texts: {row['equal_texts']}; near ties: {row['near_ties']}")
+
+
+if __name__ == "__main__":
+    main()
