@@ -153,13 +153,39 @@ class SlotBatch:
         A single prompt is written in place; for several, keys and states are copied to the slots.
         """
         options = _limited(self, slots, tolerance, max_iterations)
-        every = self.every_states()
         batch, length = ids_BL.shape
         if batch == 1:
-            layers = tuple(states.prefill(slots[0]) for states in every)
+            layers = tuple(states.prefill(slots[0]) for states in self.every_states())
             state = SequenceState(1, 0, self.lengths_S.new_zeros(1), layers)
         else:
             state = self.model.initial_state(batch, max_seq_len=length)
+        encoded = self._encode(ids_BL, state, options, window_length=window_length)
+        _commit_prompts(self, slots, encoded, length=length)
+        return encoded.solution
+
+    def encode_window(
+        self,
+        slot: int,
+        ids_1L: Tensor,
+        state: SequenceState,
+        *,
+        tolerance: float | None,
+        max_iterations: int | None,
+    ) -> Encoded:
+        """Solve a part of a slot's prompt after ``state``, and return it with the state after it.
+
+        ``commit_prompts`` stores the last part in the slot.
+        """
+        options = _limited(self, [slot], tolerance, max_iterations)
+        return self._encode(ids_1L, state, options, window_length=None)
+
+    def commit_prompts(self, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
+        """Store the states and outputs of prompts of this length, one per row, in their slots."""
+        _commit_prompts(self, slots, encoded, length=length)
+
+    def _encode(
+        self, ids_BL: Tensor, state: SequenceState, options: SearchOptions, *, window_length: int | None
+    ) -> Encoded:
         with self.precision():
             encoded: Encoded = self.model.encode(
                 self.model.embedding(ids_BL),
@@ -170,8 +196,7 @@ class SlotBatch:
                 search=options,
                 weights=self.weights,
             )
-        _commit_prompts(self, slots, encoded, length=length)
-        return encoded.solution
+        return encoded
 
     def leave(self, slot: int) -> None:
         """Free a slot."""

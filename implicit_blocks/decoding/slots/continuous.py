@@ -27,6 +27,7 @@ from implicit_blocks.decoding.prompts import (
 )
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, tokens_in_flight
+from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
 from implicit_blocks.decoding.slots.texts import (
     Chosen,
     Flown,
@@ -82,6 +83,11 @@ class ContinuousDecoder:
             decoding); 1 decodes them one after the other. None: chosen by the room that ``max_batch_size``
             leaves in a call (``tokens_in_flight``). Where a mixer or an option of the search does not support
             it, tokens are decoded one after the other, with a line in the log.
+        prefill_chunk: number of tokens per step in which prompts are solved while texts are running; the
+            memory of a prompt's search is then that of one chunk. None: whole prompts, between two steps.
+        prefix_cache_bytes: size of a cache of the states after the chunks of prompts, in bytes: a prompt that
+            begins with the chunks of an earlier one, such as a system prompt, continues from there, with the
+            same result. Requires ``prefill_chunk``. 0: no cache.
         search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
             ``loops``; all but ``start`` and ``trajectory``.
 
@@ -103,6 +109,8 @@ class ContinuousDecoder:
         state_dtype: torch.dtype | None = None,
         limits_per_request: bool = False,
         max_in_flight: int | None = None,
+        prefill_chunk: int | None = None,
+        prefix_cache_bytes: int = 0,
         **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
@@ -120,6 +128,7 @@ class ContinuousDecoder:
             raise ValueError(
                 f"buckets are {sorted(sizes)}; choose sizes from 1 to the {max_batch_size} slots"
             )
+        check_prefill(prefill_chunk, prefix_cache_bytes, window_length)
         self.model, self.max_seq_len, self.buckets = model, max_seq_len, sorted(sizes)
         self.window_length = window_length
         self.device = model.embedding.weight.device
@@ -142,6 +151,9 @@ class ContinuousDecoder:
             model, options, self.batch.every_states(), asked=max_in_flight is not None
         ):
             self.wavefront = Wavefront(self.batch, tokens=in_flight)
+        self.prefill: Prefill | None = None
+        if prefill_chunk is not None:
+            self.prefill = Prefill(self.batch, chunk=prefill_chunk, cache_bytes=prefix_cache_bytes)
         self.texts: list[Text | None] = [None] * max_batch_size
         self.waiting: deque[Text] = deque()
         self.submitted = 0
@@ -205,6 +217,10 @@ class ContinuousDecoder:
             if text.number == number:
                 self.waiting.remove(text)
                 return True
+        for slot, text in ({} if self.prefill is None else self.prefill.texts).items():
+            if text.number == number:
+                self._leave(slot)
+                return True
         active = [text for text in self.texts if text is not None and text.number == number]
         active += [text for chosen in self._chosen for text in chosen.texts.values() if text.number == number]
         for text in active:
@@ -225,7 +241,8 @@ class ContinuousDecoder:
     @property
     def busy(self) -> bool:
         """Whether a text is active or queued, or a token has not been returned yet."""
-        return bool(self.waiting or self._chosen) or any(text is not None for text in self.texts)
+        prompts = self.prefill is not None and bool(self.prefill.texts)
+        return bool(self.waiting or self._chosen) or prompts or any(text is not None for text in self.texts)
 
     @torch.no_grad()
     def step(self) -> list[NewToken]:
@@ -282,6 +299,9 @@ class ContinuousDecoder:
 
     def _admit(self) -> None:
         """Solve queued prompts in free slots, those that are alike together; choose their first tokens."""
+        if self.prefill is not None:
+            self._admit_chunk(self.prefill)
+            return
         while self.waiting:  # repeated if a text ends with its first token
             free = [slot for slot, text in enumerate(self.texts) if text is None]
             entering = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
@@ -347,8 +367,22 @@ class ContinuousDecoder:
                     self._leave(slot)
         return made
 
+    def _admit_chunk(self, prefill: Prefill) -> None:
+        """Assign queued prompts to free slots, and solve one chunk of the first of them."""
+        entering = prefill.texts
+        for slot, text in enumerate(self.texts):
+            if text is None and slot not in entering and self.waiting:
+                prefill.enter(slot, self.waiting.popleft())
+        entering = prefill.texts
+        ready = prefill.step()
+        if ready is not None:
+            self.texts[ready] = entering[ready]
+            self._choose([ready])
+
     def _leave(self, slot: int) -> None:
         self.texts[slot] = None
+        if self.prefill is not None:
+            self.prefill.leave(slot)
         self.batch.leave(slot)
         if self.wavefront is not None:
             self.wavefront.leave(slot)
