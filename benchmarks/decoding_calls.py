@@ -65,7 +65,7 @@ def models(arguments: argparse.Namespace) -> list[tuple[str, Any, Path | None]]:
     if not arguments.tiny:
         found = []
         for folder in arguments.models:
-            data = arguments.data or Path(str(ib.load_spec(str(folder / "spec.yaml")).data.path))
+            data = arguments.data or Path(run_of(folder).data.path)
             found.append((folder.name, load_model(folder).to(arguments.device).eval(), data))
         return found
     torch.manual_seed(0)
@@ -76,15 +76,20 @@ def models(arguments: argparse.Namespace) -> list[tuple[str, Any, Path | None]]:
     ]
 
 
+def run_of(folder: Path) -> Any:
+    """Return the spec of a run, whose type depends on its task."""
+    return ib.load_spec(str(folder / "spec.yaml"))
+
+
 def tokens_of(data: Path | None, vocabulary: int, arguments: argparse.Namespace) -> list[list[int]]:
     """Return the prompts."""
     count, length = arguments.prompts, arguments.context
     if data is None:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(vocabulary, (count, length), generator=generator).tolist()  # type: ignore[no-any-return]  # a list of lists
+        return torch.randint(vocabulary, (count, length), generator=generator).tolist()
     shard = next((data / "validation").glob("*.bin"))
     tokens = torch.from_numpy(numpy.fromfile(shard, dtype=numpy.uint16).astype(numpy.int64))
-    return tokens[: len(tokens) // length * length].view(-1, length)[:count].tolist()  # type: ignore[no-any-return]  # as above
+    return tokens[: len(tokens) // length * length].view(-1, length)[:count].tolist()
 
 
 def measure(
