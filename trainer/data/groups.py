@@ -94,7 +94,7 @@ def group_order(definition: Definition) -> int:
     if not isinstance(definition, str):
         return group(definition).order
     name, order = definition, 1
-    for family, n in _factors(name):
+    for family, n in factors(name):
         # Clamped to avoid the factorial of a large n: 8! already exceeds the limit.
         symmetric = math.factorial(min(n, 12))
         order *= n if family == "Z" else symmetric if family == "S" else max(1, symmetric // 2)
@@ -128,7 +128,7 @@ def group(definition: Definition) -> Algebra:
 def _named_group(name: str) -> Algebra:
     group_order(name)
     result: Algebra | None = None
-    for family, n in _factors(name):
+    for family, n in factors(name):
         factor = _cyclic(n) if family == "Z" else _permutations(n, even_only=family == "A")
         result = factor if result is None else product(result, factor)
     assert result is not None
@@ -162,15 +162,21 @@ def monoid(definition: str | Sequence[Sequence[int]]) -> Algebra:
     return result
 
 
-def _factors(name: str) -> list[tuple[str, int]]:
-    factors = []
+def factors(name: str) -> list[tuple[str, int]]:
+    """Return the factors of a group's name: S, A or Z, and a number.
+
+    Raises:
+        ValueError: an unknown name.
+
+    """
+    found = []
     for part in name.split("x"):
         match = _FACTOR.fullmatch(part)
         if match is None or int(match[2]) < 1:
             where = "" if part == name else f" (at {part!r})"
             raise ValueError(f"group {name!r} is not known{where}; {_GROUP_REMEDY}")
-        factors.append((match[1], int(match[2])))
-    return factors
+        found.append((match[1], int(match[2])))
+    return found
 
 
 def _cyclic(n: int) -> Algebra:

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from implicit_blocks.specs import ComponentSpec, Spec, field_error
 from trainer.data import groups
+from trainer.data.notation import Notation, notation
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 BabiTask = Annotated[int, Field(ge=1, le=20)]
@@ -95,6 +96,10 @@ class WordProblemSpec(DataSpec):
         if isinstance(self.group, groups.Generators):
             return groups.group(self.group).name
         return self.group if isinstance(self.group, str) else "a table"
+
+    def notation(self) -> Notation:
+        """Return the elements that the token IDs stand for."""
+        return notation(self.group, self.monoid)
 
     @property
     def task(self) -> str:
