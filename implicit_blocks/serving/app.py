@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -19,9 +19,11 @@ from fastapi.sse import format_sse_event
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.serving.bodies import ChatBody, CompletionBody, read
-from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.errors import ApiError, shown
 from implicit_blocks.serving.formats import Format
+from implicit_blocks.serving.inspect_api import add_inspections
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions, is_loopback
 from implicit_blocks.serving.page import add_page
@@ -34,16 +36,39 @@ CLIENT_LEFT = 499
 """The status of a request whose client left before the answer, as in nginx's logs."""
 
 
-def create_app(served: ServedModel, options: ServerOptions, metrics: Metrics) -> FastAPI:
-    """Return the application; the model's engine runs while the application does."""
+def create_app(
+    served: ServedModel, options: ServerOptions, metrics: Metrics, *, others: Sequence[ServedModel] = ()
+) -> FastAPI:
+    """Return the application; the engines of its models run while the application does.
+
+    ``others`` are served beside the first model, with metrics of their own.
+
+    Raises:
+        ValueError: two models have the same name.
+
+    """
+    models = {each.name: each for each in (served, *others)}
+    if len(models) <= len(others):
+        raise ValueError(f"two models have the name {served.name}; choose others with --name")
+
+    def find(name: str) -> ServedModel:
+        if (found := models.get(name)) is not None:
+            return found
+        raise ApiError(
+            404,
+            f"the model {shown(name)} is not served here; {did_you_mean(name, list(models))}",
+            param="model",
+            code="model_not_found",
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        served.engine.start()
+        for each in models.values():
+            each.engine.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(served.engine.close)
+            await asyncio.gather(*(asyncio.to_thread(each.engine.close) for each in models.values()))
 
     app = FastAPI(title="implicit_blocks", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.served = served
@@ -53,8 +78,9 @@ def create_app(served: ServedModel, options: ServerOptions, metrics: Metrics) ->
 
     @app.get("/health", dependencies=[local])
     async def health() -> JSONResponse:
-        if (trouble := served.engine.trouble) is not None:
-            raise ApiError(503, trouble, code="unavailable", retry_after=5)
+        for each in models.values():
+            if (trouble := each.engine.trouble) is not None:
+                raise ApiError(503, trouble, code="unavailable", retry_after=5)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", dependencies=allowed)
@@ -62,27 +88,26 @@ def create_app(served: ServedModel, options: ServerOptions, metrics: Metrics) ->
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models", dependencies=allowed)
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [served.card()]})
+    async def all_models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [each.card() for each in models.values()]})
 
     @app.get("/v1/models/{name:path}", dependencies=allowed)
     async def model(name: str) -> JSONResponse:
-        if name != served.name:
-            raise ApiError(404, f"the model is not served here; known: {served.name}", code="model_not_found")
-        return JSONResponse(served.card())
+        return JSONResponse(find(name).card())
 
     @app.post("/v1/completions", dependencies=allowed)
     async def completions(request: Request) -> Response:
         body = read(CompletionBody, await _body(request, options.max_body_bytes))
-        texts, format = served.completion(body)
+        texts, format = find(body.model).completion(body)
         return await _answer(request, body.stream, body.includes_usage, texts, format)
 
     @app.post("/v1/chat/completions", dependencies=allowed)
     async def chat(request: Request) -> Response:
         body = read(ChatBody, await _body(request, options.max_body_bytes))
-        texts, format = served.chat(body)
+        texts, format = find(body.model).chat(body)
         return await _answer(request, body.stream, body.includes_usage, texts, format)
 
+    add_inspections(app, find, lambda request: _body(request, options.max_body_bytes), allowed)
     add_page(app, local)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

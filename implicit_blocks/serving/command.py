@@ -21,6 +21,9 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments of ``serve``."""
     defaults = ServerOptions()
     add_model_arguments(command)
+    command.add_argument(
+        "--compare", type=Path, metavar="SOURCE", help="second model, which the page shows beside the first"
+    )
     command.add_argument("--name", help="name of the model in requests (default: that of the source)")
     command.add_argument(
         "--host",
@@ -68,6 +71,10 @@ def add_inspect_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--tolerance", type=float, metavar="X", help="tolerance (default: the spec's)")
     command.add_argument("--max-iterations", type=int, metavar="N", help="iterations (default: the spec's)")
+    command.add_argument("--compare", type=Path, metavar="SOURCE", help="second model beside the first")
+    command.add_argument(
+        "--compare-tolerance", type=float, metavar="X", help="tolerance of a comparison with the same model"
+    )
     command.set_defaults(command=write_inspection)
 
 
@@ -82,7 +89,8 @@ def write_inspection(arguments: argparse.Namespace) -> None:
 
     if arguments.max_new_tokens < 0:
         raise ValueError(f"--max-new-tokens is {arguments.max_new_tokens}; choose 0 or more")
-    names = ("max_new_tokens", "tolerance", "max_iterations", "tokenizer", "spec", "device")
+    names = ["max_new_tokens", "tolerance", "max_iterations", "compare", "compare_tolerance"]
+    names += ["tokenizer", "spec", "device"]
     with optional_packages():
         report = inspect(arguments.source, arguments.text, **{n: getattr(arguments, n) for n in names})
     report.save(arguments.output)
@@ -113,6 +121,7 @@ def serve(arguments: argparse.Namespace) -> None:
             app = load(
                 arguments.source,
                 options,
+                compare=arguments.compare,
                 name=arguments.name,
                 spec=arguments.spec,
                 tokenizer=arguments.tokenizer,

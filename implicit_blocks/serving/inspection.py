@@ -1,15 +1,10 @@
-"""Reports of a text, token by token: iterations, residual curves, and predictions of the iterates.
-
-Shape legend: L tokens fed, V vocabulary.
-"""
+"""Reports of a text as a page: the searches token by token, alone or beside those of another model."""
 
 from __future__ import annotations
 
 import html
-import json
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +16,52 @@ from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from implicit_blocks.decoding import generate
 from implicit_blocks.decoding.prompts import check_model, check_prompts
 from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.serving.bundle import document
 from implicit_blocks.serving.language import Language, language_of
-from implicit_blocks.serving.scores import log_probabilities
+from implicit_blocks.serving.reports import MOST_TOKENS, token_reports
+from implicit_blocks.serving.word_problem import WordProblem, described, word_problem_of
 
-PAGE = Path(__file__).with_name("static") / "index.html"
-_MARK = "<script>"
-ALTERNATIVES = 5
-"""The number of most likely tokens that a report shows."""
-MOST_TOKENS = 4096
-"""Maximum number of tokens of a report, whose logits exist at the same time."""
+
+@dataclass(frozen=True)
+class Answer:
+    """The report of one model: a label, its tolerance, and a mapping for each token.
+
+    A mapping has ``token`` (its text), ``token_id`` and ``generated``; ``iterations``, ``residual`` and
+    ``converged`` of the search that predicts the token; ``curve`` (the residual of each iteration),
+    ``alternatives`` (tokens with their log-probabilities at the output, the highest first), ``lens`` (the
+    most likely token after chosen numbers of iterations, with the log-probabilities of all alternatives) and
+    ``prediction``. No search predicts the first token. A model of a word problem predicts at each token the
+    product so far: its mappings are of the searches at the tokens, and add ``product`` and ``right``.
+    """
+
+    label: str
+    tolerance: float | None
+    tokens: Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The report of a text.
+    """The report of a text, which shows itself in a notebook.
 
-    ``tokens`` has a mapping for each token: ``token`` (its text), ``token_id``, ``iterations``, ``residual``
-    and ``converged`` of the search that predicts it, ``curve`` (the residual of each iteration),
-    ``alternatives`` (the most likely tokens with their log-probabilities), ``lens`` (the most likely token
-    after 1, 2, 4, … iterations), and ``generated``. No search predicts the first token. In a notebook the
-    report shows itself.
+    ``answers`` has the report of the model, and that of a comparison if there is one.
     """
 
     title: str
-    tokens: Sequence[dict[str, Any]]
+    answers: Sequence[Answer]
+    word_problem: dict[str, Any] | None = None
+
+    @property
+    def tokens(self) -> Sequence[dict[str, Any]]:
+        """The tokens of the first answer."""
+        return self.answers[0].tokens
 
     @property
     def html(self) -> str:
         """The report as one page that loads nothing."""
-        data = json.dumps({"title": self.title, "tokens": self.tokens}, allow_nan=False)
-        data = data.replace("<", "\\u003c")  # nothing in a text ends the script
-        element = f'<script type="application/json" id="report-data">{data}</script>\n'
-        return PAGE.read_text(encoding="utf-8").replace(_MARK, f"{element}{_MARK}", 1)
+        answers = [vars(answer) for answer in self.answers]
+        return document({"title": self.title, "answers": answers, "word_problem": self.word_problem})
 
     def save(self, path: str | Path) -> None:
         """Write the report as an HTML file."""
@@ -61,7 +69,8 @@ class Inspection:
 
     def _repr_html_(self) -> str:
         page = html.escape(self.html, quote=True)
-        return f'<iframe srcdoc="{page}" style="width: 100%; height: 32rem; border: 0"></iframe>'
+        style = "width: 100%; height: 40rem; border: 0"
+        return f'<iframe title="{html.escape(self.title)}" srcdoc="{page}" style="{style}"></iframe>'
 
 
 def inspect(
@@ -71,6 +80,8 @@ def inspect(
     max_new_tokens: int = 0,
     tolerance: float | None = None,
     max_iterations: int | None = None,
+    compare: Any = None,
+    compare_tolerance: float | None = None,
     tokenizer: str | Path | None = None,
     spec: str | None = None,
     device: str = "auto",
@@ -79,9 +90,10 @@ def inspect(
 
     ```python
     inspect("runs/first", "0 3 2 5").save("report.html")
+    inspect("runs/books", "It was", max_new_tokens=32, compare="runs/books_explicit")
     ```
 
-    All tokens are solved together in one window.
+    The text is solved in one window, and each further token alone, as ``generate`` does.
 
     Args:
         source: a trained model, or what ``load_model`` reads.
@@ -89,115 +101,80 @@ def inspect(
         max_new_tokens: number of tokens that continue the text.
         tolerance: of the searches; None: the spec's.
         max_iterations: of the searches; None: the spec's.
+        compare: another model beside the first one, as ``source``.
+        compare_tolerance: tolerance of the comparison, which is of the same model without ``compare``.
         tokenizer: a ``tokenizer.json``, a folder with one, or ``bytes``; None: that of the source, if known.
         spec: the spec of the model, where the source has none.
         device: the device of a model that is loaded.
 
     Raises:
         ValueError: as for ``load_model`` and ``generate``; an empty text, or one of too many tokens; text for
-            a model without a tokenizer.
+            a model without a tokenizer; a tolerance to compare with for a model that does not search.
 
     """
-    model, found = source, None if tokenizer is None else Path(tokenizer)
-    if isinstance(source, str | Path):
-        model = load_model(source, spec=spec).to(choose_device(device))
-        found = found if found is not None else tokenizer_of(Path(source))
-    check_model(model)
-    language = language_of(found, vocab_size=model.spec.vocab_size)
-    tokens = language.encode(text) if isinstance(text, str) else list(text)
-    if not tokens:
-        raise ValueError("the text is empty; give at least one token")
-    device_ids = torch.tensor([tokens], device=model.embedding.weight.device)
-    limit = MOST_TOKENS - max_new_tokens
-    check_prompts(device_ids, vocab_size=model.spec.vocab_size, max_length=limit, limit="a report")
+    first = _Subject.of(source, tokenizer=tokenizer, spec=spec, device=device)
     options = SearchOptions(tolerance=tolerance, max_iterations=max_iterations)
-    known = len(tokens)
-    if max_new_tokens:
-        made = generate(
-            model,
-            [tokens],
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=[token for token in language.stop_token_ids if token < model.spec.vocab_size],
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-        )
-        tokens = [*tokens, *made.tokens[0, : int(made.lengths[0])].tolist()]
-    reports = list(_reports(model, language, tokens, options))
-    for place, report in enumerate(reports):
-        report["generated"] = place >= known
-    name = source if isinstance(source, str | Path) else type(model).__name__
-    return Inspection(f"Iterations per token: {Path(name).name}", reports)
+    answers = [first.answer(text, max_new_tokens, options)]
+    if compare is not None or compare_tolerance is not None:
+        other = first
+        if compare is not None:
+            other = _Subject.of(compare, tokenizer=tokenizer, spec=None, device=device)
+        if compare_tolerance is not None:
+            if not isinstance(other.model, ImplicitLM):
+                raise ValueError(
+                    f"compare_tolerance is {compare_tolerance}, but {other.name} is an explicit model, which "
+                    "does not search; leave it out"
+                )
+            options = replace(options, tolerance=compare_tolerance)
+        answers.append(other.answer(text, max_new_tokens, options))
+    return Inspection(f"Iterations per token: {first.name}", answers, described(first.problem))
 
 
-@torch.no_grad()
-def _reports(
-    model: Any, language: Language, tokens: Sequence[int], options: SearchOptions
-) -> Iterator[dict[str, Any]]:
-    yield _report(language, tokens[0])
-    if len(tokens) < 2:
-        return
-    ids = torch.tensor([tokens[:-1]], device=model.embedding.weight.device)
-    calls: tuple[int, ...] = ()
-    implicit = isinstance(model, ImplicitLM)
-    if implicit:
-        _, stopping = model.search_config(options)
-        calls = tuple(1 << power for power in range(stopping.max_iterations.bit_length()))
-        options = SearchOptions(
-            tolerance=options.tolerance, max_iterations=options.max_iterations, trajectory=calls
-        )
-    read = {"ids_BL": ids} if model.needs_token_ids else {}
-    encoded = model.encode(model.embedding(ids), search=options, trace=implicit, **read)
+@dataclass(frozen=True)
+class _Subject:
+    """A model to report on."""
 
-    def scored(hidden_BLD: torch.Tensor, count: int) -> Any:
-        logits = model.predict(hidden_BLD[0])[:, : model.spec.vocab_size]
-        return log_probabilities(logits, tokens[1:], count)
+    name: str
+    model: LanguageModel
+    language: Language
+    problem: WordProblem | None
 
-    final = scored(encoded.hidden_BLD, ALTERNATIVES)
-    iterates = {
-        call: scored(encoded.iterates[call].hidden_BLD, 1) for call in calls if call in encoded.iterates
-    }
-    solution = encoded.solution
-    for place, score in enumerate(final):
-        report = _report(language, tokens[place + 1])
-        report["alternatives"] = {language.token(token): value for token, value in score.most_likely}
-        if solution is not None:
-            report |= _search(solution, place)
-            report["lens"] = [
-                {"iterations": call, "token": language.token(token), "log_probability": value}
-                for call, scores in iterates.items()
-                if call <= report["iterations"]
-                for token, value in scores[place].most_likely
-            ]
-        yield report
+    @classmethod
+    def of(cls, source: Any, *, tokenizer: str | Path | None, spec: str | None, device: str) -> _Subject:
+        model, found = source, None if tokenizer is None else Path(tokenizer)
+        problem = None
+        if isinstance(source, str | Path):
+            model = load_model(source, spec=spec).to(choose_device(device))
+            found = found if found is not None else tokenizer_of(Path(source))
+            problem = word_problem_of(Path(source))
+        check_model(model)
+        language = language_of(found, vocab_size=model.spec.vocab_size)
+        name = Path(source).resolve().name if isinstance(source, str | Path) else type(model).__name__
+        return cls(name, model, language, problem)
 
-
-def _report(language: Language, token: int) -> dict[str, Any]:
-    return {
-        "token": language.token(token),
-        "token_id": int(token),
-        "alternatives": {},
-        "iterations": None,
-        "residual": None,
-        "converged": None,
-        "curve": [],
-        "lens": [],
-    }
-
-
-def _search(solution: Any, place: int) -> dict[str, Any]:
-    """Return the report of the search at a token, or of the row where tokens are not reported."""
-    by_token = solution.token_iterations is not None
-    names = ("iterations", "residual", "converged")
-    kinds = (int, float, bool)
-    values = [
-        kind(getattr(solution, f"token_{name}")[0, place] if by_token else getattr(solution, name)[0])
-        for name, kind in zip(names, kinds, strict=True)
-    ]
-    found = dict(zip(names, values, strict=True))
-    if not math.isfinite(found["residual"]):
-        found["residual"] = None
-    curve: list[float] = []
-    if solution.trace is not None:
-        trace = solution.trace[:, 0, place] if solution.trace.ndim == 3 else solution.trace[:, 0]
-        curve = trace[: found["iterations"]].tolist()
-    return {**found, "curve": [value if math.isfinite(value) else None for value in curve]}
+    def answer(self, text: str | Sequence[int], max_new_tokens: int, options: SearchOptions) -> Answer:
+        """Return the report of a text and its continuation."""
+        model, language = self.model, self.language
+        prompt = language.encode(text) if isinstance(text, str) else list(text)
+        if not prompt:
+            raise ValueError("the text is empty; give at least one token")
+        ids = torch.tensor([prompt], device=model.embedding.weight.device)
+        limit = MOST_TOKENS - max_new_tokens
+        check_prompts(ids, vocab_size=model.spec.vocab_size, max_length=limit, limit="a report")
+        continuation: list[int] = []
+        if max_new_tokens:
+            made = generate(
+                model,
+                [prompt],
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=[token for token in language.stop_token_ids if token < model.spec.vocab_size],
+                tolerance=options.tolerance,
+                max_iterations=options.max_iterations,
+            )
+            continuation = made.tokens[0, : int(made.lengths[0])].tolist()
+        reports = token_reports(model, language, prompt, continuation, options, problem=self.problem)
+        tolerance = None
+        if isinstance(model, ImplicitLM):
+            tolerance = model.search_config(options)[1].tolerance
+        label = self.name if tolerance is None else f"{self.name}, tolerance {tolerance:g}"
+        return Answer(label, tolerance, list(reports))

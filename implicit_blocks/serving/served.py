@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.serving.bodies import ChatBody, CommonBody, CompletionBody, prompts_of
 from implicit_blocks.serving.engine import Engine
 from implicit_blocks.serving.errors import ApiError, shown
 from implicit_blocks.serving.formats import ChatFormat, CompletionFormat, Format
+from implicit_blocks.serving.inspect_api import MOST_INSPECTED, InspectionBody
 from implicit_blocks.serving.jobs import Job
 from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.texts import Text, Texts
+from implicit_blocks.serving.word_problem import WordProblem, described
 
 _DEFAULT_TOKENS = 16
 """``max_tokens`` of completions, as in OpenAI's API."""
@@ -43,14 +44,22 @@ class ServedModel:
         language: converts between text and tokens.
         engine: runs its texts.
         options: the limits of requests.
+        problem: the word problem that the model was trained on.
 
     """
 
     def __init__(
-        self, name: str, model: Any, language: Language, engine: Engine, options: ServerOptions
+        self,
+        name: str,
+        model: Any,
+        language: Language,
+        engine: Engine,
+        options: ServerOptions,
+        *,
+        problem: WordProblem | None = None,
     ) -> None:
         self.name, self.model, self.language, self.engine = name, model, language, engine
-        self.options = options
+        self.options, self.problem = options, problem
         self.vocab_size = int(model.spec.vocab_size)
 
     def card(self) -> dict[str, Any]:
@@ -69,13 +78,15 @@ class ServedModel:
         stopping = self.engine.decoder.batch.search.stopping
         if implicit and stopping is not None:
             card["tolerance"], card["max_iterations"] = stopping.tolerance, stopping.max_iterations
+        if self.problem is not None:
+            card["word_problem"] = described(self.problem)
         return card
 
     def completion(self, body: CompletionBody) -> tuple[Texts, Format]:
         """Return the texts of a completion request, and the format of its responses.
 
         Raises:
-            ApiError: 400 or 404 for a request that the model cannot serve.
+            ApiError: 400 for a request that the model cannot serve.
 
         """
         self._check(body)
@@ -95,7 +106,7 @@ class ServedModel:
         """Return the text of a chat request, and the format of its responses.
 
         Raises:
-            ApiError: 400 or 404 for a request that the model cannot serve.
+            ApiError: 400 for a request that the model cannot serve.
 
         """
         self._check(body)
@@ -114,30 +125,28 @@ class ServedModel:
         texts = self._texts(name, body, [prompt], tokens, logprobs=logprobs, echo=False)
         return texts, ChatFormat(name, self.name, self.language, iterations=bool(body.return_iterations))
 
+    def checked_text(self, body: InspectionBody) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens of a prompt and of its continuation, of which the model reports.
+
+        Raises:
+            ApiError: 400 for a text or limits that the model cannot take.
+
+        """
+        _check_limits(self, body)
+        prompts = prompts_of(body.prompt)
+        if len(prompts) > 1:
+            raise ApiError(400, f"prompt has {len(prompts)} texts; inspect one at a time", param="prompt")
+        prompt = self._prompt(prompts[0]).tokens
+        continuation = body.continuation or []
+        if continuation:
+            self._checked(Prompt(continuation, ""), "continuation")
+        _check_inspected(self, len(prompt), len(continuation))
+        return prompt, continuation
+
     def _check(self, body: CommonBody) -> None:
-        if body.model != self.name:
-            raise ApiError(
-                404,
-                f"the model {shown(body.model)} is not served here; {did_you_mean(body.model, [self.name])}",
-                param="model",
-                code="model_not_found",
-            )
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options requires stream: true", param="stream_options")
-        for name, value in (("tolerance", body.tolerance), ("max_iterations", body.max_iterations)):
-            if value is not None and not self.engine.accepts_limits:
-                raise ApiError(
-                    400,
-                    f"{name} is {value}, and this server searches all texts by one rule, or its model does "
-                    "not search to a tolerance; omit it",
-                    param=name,
-                )
-        if body.max_iterations is not None and body.max_iterations > self.options.max_iterations:
-            raise ApiError(
-                400,
-                f"max_iterations is {body.max_iterations}; choose at most {self.options.max_iterations}",
-                param="max_iterations",
-            )
+        _check_limits(self, body)
 
     def _prompt(self, given: str | list[int]) -> Prompt:
         if isinstance(given, str):
@@ -223,3 +232,33 @@ class ServedModel:
             shown_prompt = prompt.text if echo else None
             texts.append(Text(job, self.language, stops=body.stops, echo=shown_prompt))
         return Texts(self.engine, texts, timeout=self.options.timeout)
+
+
+def _check_limits(served: ServedModel, body: CommonBody | InspectionBody) -> None:
+    """Check the tolerance and the maximum number of iterations of a request."""
+    for name, value in (("tolerance", body.tolerance), ("max_iterations", body.max_iterations)):
+        if value is not None and not served.engine.accepts_limits:
+            raise ApiError(
+                400,
+                f"{name} is {value}, and this server searches all texts by one rule, or its model does "
+                "not search to a tolerance; omit it",
+                param=name,
+            )
+    if body.max_iterations is not None and body.max_iterations > served.options.max_iterations:
+        raise ApiError(
+            400,
+            f"max_iterations is {body.max_iterations}; choose at most {served.options.max_iterations}",
+            param="max_iterations",
+        )
+
+
+def _check_inspected(served: ServedModel, prompt: int, continuation: int) -> None:
+    """Check the number of tokens of a text to inspect."""
+    most = min(served.options.max_seq_len, MOST_INSPECTED)
+    if prompt + continuation > most:
+        raise ApiError(
+            400,
+            f"prompt and continuation have {prompt + continuation} tokens; inspect at most {most} at a time",
+            param="continuation" if continuation else "prompt",
+            code="context_length_exceeded",
+        )

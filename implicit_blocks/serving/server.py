@@ -20,6 +20,7 @@ from implicit_blocks.serving.language import Language, language_of
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.served import ServedModel
+from implicit_blocks.serving.word_problem import word_problem_of
 from implicit_blocks.specs import load_spec
 
 _SUMMARY = "summary.json"
@@ -30,6 +31,7 @@ def load(
     source: Path,
     options: ServerOptions,
     *,
+    compare: Path | None = None,
     name: str | None = None,
     spec: str | None = None,
     tokenizer: Path | None = None,
@@ -40,23 +42,35 @@ def load(
     Args:
         source: a run, a checkpoint, an exported or published folder, or a file of weights (``load_model``).
         options: access and limits.
+        compare: the source of a second model, which the page shows beside the first one.
         name: the name of the model in requests; None: that of the source.
         spec: the spec of the model, where the source has none.
         tokenizer: a ``tokenizer.json``, a folder with one, or ``bytes``; None: that of the source, if known.
         device: the device, such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA if available.
 
     Raises:
-        ValueError: as for ``load_model``; a run that has not finished; an invalid tokenizer.
+        ValueError: as for ``load_model``; a run that has not finished; an invalid tokenizer; a second model
+            of the same name.
         ImportError: for a tokenizer other than ``bytes`` if transformers is not installed.
 
     """
-    require_finished(source)
-    model: LanguageModel = load_model(source, spec=spec)
-    check_model(model)
-    model = model.to(choose_device(device))
-    found = tokenizer if tokenizer is not None else tokenizer_of(source)
-    language = language_of(found, vocab_size=model.spec.vocab_size)
-    return application(model, language, options, name=name or source.resolve().name)
+
+    def served(source: Path, name: str, metrics: Metrics, spec: str | None) -> ServedModel:
+        require_finished(source)
+        model: LanguageModel = load_model(source, spec=spec)
+        check_model(model)
+        model = model.to(choose_device(device))
+        found = tokenizer if tokenizer is not None else tokenizer_of(source)
+        language = language_of(found, vocab_size=model.spec.vocab_size)
+        engine = Engine(model, options, metrics)
+        return ServedModel(name, model, language, engine, options, problem=word_problem_of(source))
+
+    metrics = Metrics(options.max_batch_size)
+    first = served(source, name or source.resolve().name, metrics, spec)
+    if compare is None:
+        return create_app(first, options, metrics)
+    second = served(compare, compare.resolve().name, Metrics(options.max_batch_size), None)
+    return create_app(first, options, metrics, others=[second])
 
 
 def application(model: LanguageModel, language: Language, options: ServerOptions, *, name: str) -> FastAPI:

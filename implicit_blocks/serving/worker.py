@@ -17,6 +17,7 @@ from typing import Any
 from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.inspect_api import InspectionJob, Inspections
 from implicit_blocks.serving.jobs import Event, Failed, Job, LogProbability, PromptRead, TokenMade
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.scores import log_probabilities, score_prompts
@@ -63,7 +64,8 @@ class Worker:
     ) -> None:
         self.model, self.metrics, self._make, self._send_events = model, metrics, make_decoder, send
         self.decoder = make_decoder()
-        self.inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self.inspections = Inspections()
+        self.inbox: queue.SimpleQueue[Submit | Cancel | InspectionJob | None] = queue.SimpleQueue()
         """What the thread shall do; None: end."""
         self.beat = time.monotonic()
         """When the thread last made progress."""
@@ -81,6 +83,7 @@ class Worker:
                 if not self._receive():
                     break
                 self._score()
+                self.inspections.advance(self.decoder)
                 if self.decoder.busy:
                     self._made(self.decoder.step())
             except Exception as error:
@@ -96,7 +99,7 @@ class Worker:
     def _receive(self) -> bool:
         """Take what the event loop has sent, waiting for it if there is no work; False: close."""
         while True:
-            idle = not self.decoder.busy and not self._to_score and not self._ended
+            idle = not (self.decoder.busy or self._to_score or self._ended or self.inspections)
             try:
                 message = self.inbox.get(block=idle)
             except queue.Empty:
@@ -106,12 +109,13 @@ class Worker:
                 return False
             if isinstance(message, Cancel):
                 self._cancelled(message.jobs)
-                continue
-            for job in message.jobs:
-                if job.score_prompt or job.max_tokens == 0:
-                    self._to_score.append(job)
-                else:
-                    self._begin(job)
+            elif isinstance(message, InspectionJob):
+                self.inspections.add(message)
+            else:
+                for job in message.jobs:
+                    to_score = job.score_prompt or job.max_tokens == 0
+                    accept = self._to_score.append if to_score else self._begin
+                    accept(job)
 
     def _begin(self, job: Job) -> None:
         if job.finished:
@@ -246,6 +250,9 @@ class Worker:
                 break
             if isinstance(message, Submit):
                 self._to_score.extend(message.jobs)
+            elif isinstance(message, InspectionJob):
+                self.inspections.add(message)
+        self.inspections.fail_all(error)
         for job in [*self._jobs.values(), *self._to_score]:
             self._end(job, Failed(error))
         self._jobs, self._to_score = {}, deque()

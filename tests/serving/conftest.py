@@ -118,16 +118,23 @@ def running(
     *,
     name: str = "tiny",
     make_decoder: Callable[[], Any] | None = None,
+    compare: dict[str, Any] | None = None,
+    problem: Any = None,
     **options: Any,
 ) -> Iterator[Running]:
+    """Serve a model; ``compare`` has others by name."""
     language = language if language is not None else Bytes()
     given = ServerOptions(**{"port": 0, "max_seq_len": 96, "max_batch_size": 8, **options})
+
+    def serve(name: str, model: Any, metrics: Metrics) -> ServedModel:
+        engine = Engine(model, given, metrics, make_decoder=make_decoder)
+        return ServedModel(name, model, language, engine, given, problem=problem)
+
     metrics = Metrics(given.max_batch_size)
-    served = ServedModel(
-        name, model, language, Engine(model, given, metrics, make_decoder=make_decoder), given
-    )
+    served = serve(name, model, metrics)
+    others = [serve(*item, Metrics(given.max_batch_size)) for item in (compare or {}).items()]
     listening = listen(given)
-    server = make_server(create_app(served, given, metrics), given)
+    server = make_server(create_app(served, given, metrics, others=others), given)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
