@@ -2,6 +2,7 @@
 #
 #   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
 #   make puzzle     train a model that solves Sudoku of order 6, in ten minutes; solve boards with it
+#   make play       open the demo's models in a browser, after make demo
 #   make test       lint, types, tests
 #   make test-all   the same with the tests that take minutes
 #   make lint       ruff alone; make types: mypy alone
@@ -31,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 # Somebody else's packages on the path would be tested instead of the pinned ones.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo puzzle test test-all test-gpu lint types docs dist format setup setup-dev clean
+.PHONY: help demo play puzzle test test-all test-gpu lint types docs dist format setup setup-dev clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -42,6 +43,9 @@ demo: setup
 puzzle: setup
 	@$(BIN)/python -m trainer --spec sudoku_6x6 --output runs/puzzle --device cpu training.threads=2
 	@$(BIN)/python -m trainer.experiments puzzles --checkpoint runs/puzzle --output runs/puzzle-solved --device cpu
+
+play: $(VENV)/.installed-serve
+	@$(BIN)/python benchmarks/play.py
 
 test: lint types
 	@$(BIN)/python -m pytest -n $(JOBS)
@@ -93,6 +97,10 @@ $(VENV)/.installed: $(VENV)/.created constraints.txt pyproject.toml
 	@echo "Installing the pinned dependencies into $(VENV) (a minute or two the first time) …"
 	@$(PIP_INSTALL) -c constraints.txt setuptools
 	@$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[train]'
+	@touch $@
+
+$(VENV)/.installed-serve: $(VENV)/.installed
+	@$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[serve]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed $(PLUGINS)
