@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import re
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -142,13 +142,18 @@ def _digest(key: bytes) -> bytes:
 
 
 def _host_check(options: ServerOptions) -> Callable[[Request], Awaitable[None]]:
-    """Refuse requests to a local server under another name, by which a web page could reach it."""
+    """Refuse requests to a server without a key from other machines, and under another name of this one.
+
+    By such a name a web page could reach the server. Requests from other machines arrive where a proxy, such
+    as Ray's, listens at more addresses than the options name.
+    """
 
     async def check(request: Request) -> None:
-        if not is_loopback(options.host) or options.api_key is not None:
+        if not is_loopback(options.host) or options.no_auth or options.api_key is not None:
             return
         name = re.sub(r":\d*$", "", request.headers.get("host", ""))
-        if not is_loopback(name):
+        peer = "127.0.0.1" if request.client is None else request.client.host
+        if not (is_loopback(name) and is_loopback(peer)):
             raise ApiError(
                 403, "this server answers at 127.0.0.1 and localhost only; use such an address, or an API key"
             )
@@ -247,15 +252,11 @@ async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
-    return format_sse_event(data_str=_dumped(chunk))
-
-
-def _dumped(value: dict[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return format_sse_event(data_str=to_json(chunk, inf_nan_mode="null").decode())
 
 
 def _json(value: dict[str, Any]) -> Response:
-    return Response(_dumped(value), media_type="application/json")
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")
 
 
 # ------------------------------------------------------------------------------------ errors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,15 +63,8 @@ class Text:
         self._length = len(echo or "")
         """The number of characters of the tokens so far, those withheld included."""
 
-    def piece(self, event: Event) -> Piece:
-        """Return what an event adds.
-
-        Raises:
-            ApiError: the event is an error.
-
-        """
-        if isinstance(event, Failed):
-            raise event.error
+    def piece(self, event: PromptRead | TokenMade) -> Piece:
+        """Return what an event adds."""
         if isinstance(event, PromptRead):
             return self._prompt(event)
         made = Piece(tokens=[event])
@@ -124,21 +116,34 @@ class Texts:
         self.runner, self.texts, self.timeout = runner, texts, timeout
         self.jobs = [text.job for text in texts]
         self.events = self.jobs[0].events
-        self._ends = 0.0
+        self._running = {id(text.job): text for text in texts}
+        self._timer: asyncio.TimerHandle | None = None
 
     def submit(self) -> None:
-        """Queue the texts.
+        """Queue the texts, and the error that ends them when the time is up.
 
         Raises:
             ApiError: as ``Engine.submit``.
 
         """
-        self._ends = time.monotonic() + self.timeout
         self.runner.submit(self.jobs)
+        self._timer = asyncio.get_running_loop().call_later(self.timeout, self._expire)
 
     def close(self) -> None:
         """End the texts that have not ended: the client has gone, or the request has failed."""
+        if self._timer is not None:
+            self._timer.cancel()
         self.runner.cancel([text.job for text in self.texts if not text.job.finished])
+
+    def _expire(self) -> None:
+        late = ApiError(
+            504,
+            f"the request was ended after {self.timeout:g} seconds; ask for fewer tokens, or raise the "
+            "server's --timeout",
+            code="timeout",
+        )
+        for text in self._running.values():
+            self.events.put_nowait((text.job, Failed(late)))
 
     async def pieces(self) -> AsyncIterator[list[tuple[Text, Piece]]]:
         """Yield what is known of the texts, as soon as it is, until all have ended.
@@ -147,13 +152,15 @@ class Texts:
             ApiError: a text failed, or 504 if the time is up.
 
         """
-        running = {id(text.job): text for text in self.texts}
+        running = self._running
         while running:
             found: list[tuple[Text, Piece]] = []
             for job, event in await self._next():
                 text = running.get(id(job))
                 if text is None:  # it has ended by a stop string, and the decoder was a step ahead
                     continue
+                if isinstance(event, Failed):
+                    raise event.error
                 found.append((text, text.piece(event)))
                 if text.finish_reason is not None:
                     del running[id(job)]
@@ -163,18 +170,7 @@ class Texts:
 
     async def _next(self) -> list[tuple[Job, Event]]:
         """Wait for an event, and return it with those that have arrived too."""
-        events: list[tuple[Job, Event]] = []
-        left = self._ends - time.monotonic()
-        if self.events.empty() or left <= 0:
-            try:
-                events.append(await asyncio.wait_for(self.events.get(), max(0.0, left)))
-            except TimeoutError:
-                raise ApiError(
-                    504,
-                    f"the request was ended after {self.timeout:g} seconds; ask for fewer tokens, or raise "
-                    "the server's --timeout",
-                    code="timeout",
-                ) from None
+        events = [await self.events.get()]
         while not self.events.empty():
             events.append(self.events.get_nowait())
         return events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -150,6 +151,31 @@ def running(
         assert not thread.is_alive()
 
 
+async def ask_in_process(app: Any, path: str, body: bytes, *, client: str = "127.0.0.1") -> tuple[int, bytes]:
+    """Send a request to an application in this process, without a connection."""
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "client": (client, 1)}
+    scope |= {
+        "server": ("127.0.0.1", 8000),
+        "root_path": "",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    status, received = 0, bytearray()
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        received.extend(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, bytes(received)
+
+
 def byte_model(kind: str = "mamba2", **changes: Any) -> Any:
     """Return a tiny model of bytes whose greedy texts have several different characters."""
     torch.manual_seed(3)
@@ -194,6 +220,12 @@ def server(model: Any) -> Iterator[Running]:
     """Return a server that the tests of a module share."""
     with running(model) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def ask() -> Callable[..., Any]:
+    """Return a coroutine function that sends a request without a connection."""
+    return ask_in_process
 
 
 @pytest.fixture

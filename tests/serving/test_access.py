@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 
+from implicit_blocks.serving.language import Bytes
 from implicit_blocks.serving.options import ServerOptions, is_loopback
+from implicit_blocks.serving.server import application
 
 KEY = "long-random-key-é"
 
@@ -65,6 +70,21 @@ def test_a_local_server_refuses_requests_under_another_name(server, host):
     for path in ("/v1/models", "/", "/metrics", "/health"):
         assert server.request("GET", path, headers={"Host": host}).status in (400, 403)
     assert server.request("GET", "/v1/models", headers={"Host": "localhost:1"}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [({}, 403), ({"no_auth": True}, 200), ({"api_key": KEY}, 401)], ids=str
+)
+def test_a_server_without_a_key_refuses_other_machines_behind_a_proxy(model, ask, options, status):
+    app = application(model, Bytes(), ServerOptions(max_batch_size=1, **options), name="tiny")
+    body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
+
+    async def found() -> list[int]:
+        async with app.router.lifespan_context(app):
+            own, other = [await ask(app, "/v1/completions", body, client=c) for c in ("::1", "192.168.1.7")]
+            return [own[0], other[0]]
+
+    assert asyncio.run(found()) == [401 if "api_key" in options else 200, status]
 
 
 def test_the_page_loads_nothing_from_elsewhere(server):
