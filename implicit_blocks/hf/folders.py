@@ -33,6 +33,7 @@ LMSpec = ImplicitLMSpec | ExplicitLMSpec
 T = TypeVar("T")
 
 OURS = ("implicit_blocks_llama", "implicit_blocks_mamba2")
+_KNOWN = (*published.MODEL_TYPES, *ordinary.MODEL_TYPES, *OURS)
 _CORE, _HEAD = "model.lm.", "lm_head.weight"
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -83,14 +84,13 @@ def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder
     """
     config = read_config(folder)
     model_type = config.get("model_type")
-    known = (*published.MODEL_TYPES, *ordinary.MODEL_TYPES, *OURS)
-    if model_type not in known and find(config) is not None:
-        found = _of_architecture(folder, config)
-    elif model_type not in known:
+    if not is_known(config):
         raise ValueError(
-            f"{folder / CONFIG}: unknown model_type {model_type!r}; known: {', '.join(known)}, and the "
+            f"{folder / CONFIG}: unknown model_type {model_type!r}; known: {', '.join(_KNOWN)}, and the "
             f"configurations of {', '.join(ARCHITECTURES)}"
         )
+    if model_type not in _KNOWN:
+        found = _of_architecture(folder, config)
     elif model_type in published.MODEL_TYPES:
         found = _of_published(folder, config)
     elif model_type in OURS:
@@ -104,6 +104,11 @@ def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder
         raise ValueError(f"the model in {folder} is already implicit; use an explicit one")
     spec, state = ordinary.as_start(found.spec, found.state)
     return PretrainedFolder(spec, state, found.fields)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether ``read_pretrained`` reads folders with this ``config.json``."""
+    return config.get("model_type") in _KNOWN or find(config) is not None
 
 
 def _of_published(folder: Path, config: dict[str, Any]) -> PretrainedFolder:

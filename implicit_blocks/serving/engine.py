@@ -1,4 +1,4 @@
-"""The engine of a server: texts of all requests share the slots of one ``ContinuousDecoder``.
+"""The engine of a server: texts of all requests share the slots of one decoder.
 
 The event loop submits and cancels texts; a thread decodes (``worker``) and sends their events back.
 """
@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from implicit_blocks.decoding import ContinuousDecoder
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.serving.baseline import TransformersDecoder
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.jobs import Event, Job
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.worker import Cancel, Submit, Worker
+from implicit_blocks.serving.worker import Cancel, Decoder, Submit, Worker
 
 _USUAL_SECONDS = 1.0
 """The assumed duration of a text before the first one has ended."""
@@ -28,10 +30,11 @@ class Engine:
     """Runs texts on a model until it is closed.
 
     Args:
-        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode.
+        model: an ``ImplicitLM`` or ``ExplicitLM``, or a model of transformers, in evaluation mode.
         options: slots, limits, and the seconds after which the decoder counts as stuck.
         metrics: what is counted.
-        make_decoder: creates the decoder, also after a failure; None: a ``ContinuousDecoder`` of the model.
+        make_decoder: creates the decoder, also after a failure; None: a ``ContinuousDecoder`` of the model,
+            or a ``TransformersDecoder``.
 
     Raises:
         ValueError: as for ``ContinuousDecoder``.
@@ -44,7 +47,7 @@ class Engine:
         options: ServerOptions,
         metrics: Metrics,
         *,
-        make_decoder: Callable[[], ContinuousDecoder] | None = None,
+        make_decoder: Callable[[], Decoder] | None = None,
     ) -> None:
         self.model, self.options, self.metrics = model, options, metrics
         self.worker = Worker(model, metrics, make_decoder or self._decoder, self._send)
@@ -57,11 +60,13 @@ class Engine:
         self.closing = False
 
     @property
-    def decoder(self) -> ContinuousDecoder:
+    def decoder(self) -> Decoder:
         """The decoder, a new one after a failure."""
         return self.worker.decoder
 
-    def _decoder(self) -> ContinuousDecoder:
+    def _decoder(self) -> Decoder:
+        if not isinstance(self.model, LanguageModel):
+            return TransformersDecoder(self.model, max_batch_size=self.options.max_batch_size)
         return ContinuousDecoder(
             self.model,
             max_batch_size=self.options.max_batch_size,

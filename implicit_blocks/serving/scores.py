@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.decoding.prompts import lay_out
+from implicit_blocks.decoding.prompts import lay_out, needed_ids
+from implicit_blocks.layers import at_least_float32
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.jobs import LogProbability
 
@@ -38,13 +40,14 @@ def score_prompts(
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     options: SearchOptions,
-    *,
-    window_length: int | None = None,
 ) -> list[tuple[list[LogProbability], int | None]]:
     """Return the log-probabilities of each prompt's tokens after the first, and the search's iterations.
 
-    All tokens of the prompts are solved together, as ``score`` solves them.
+    All tokens of the prompts are solved together, as ``score`` solves them. A model of transformers reads one
+    prompt at a time.
     """
+    if not isinstance(model, LanguageModel):
+        return [(_scores_alone(model, *pair), None) for pair in zip(prompts, counts, strict=True)]
     known = [prompt for prompt in prompts if len(prompt) > 1]
     if not known:
         return [([], None) for _ in prompts]
@@ -54,9 +57,8 @@ def score_prompts(
     encoded = model.encode(
         model.embedding(ids),
         attention_mask=mask,
-        window_length=window_length,
         search=options,
-        **_ids(model, ids),
+        ids_BL=needed_ids(model, ids),
     )
     rows = iter(range(len(known)))
     found: list[tuple[list[LogProbability], int | None]] = []
@@ -79,3 +81,12 @@ def score_prompts(
 def _ids(model: Any, ids_BL: Tensor) -> dict[str, Tensor]:
     """Return the tokens as an argument of ``encode`` where a mixer reads them."""
     return {"ids_BL": ids_BL} if model.needs_token_ids else {}
+
+
+def _scores_alone(model: Any, prompt: Sequence[int], count: int) -> list[LogProbability]:
+    """Return the log-probabilities of a prompt's tokens by a model of transformers."""
+    if len(prompt) < 2:
+        return []
+    ids_1L = torch.tensor([prompt[:-1]], device=model.device)
+    logits_LV = at_least_float32(model(input_ids=ids_1L, use_cache=False).logits[0])
+    return log_probabilities(logits_LV, prompt[1:], count)

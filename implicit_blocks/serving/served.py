@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from implicit_blocks._utils.hints import did_you_mean
+from implicit_blocks.decoding import ContinuousDecoder
+from implicit_blocks.models.explicit import ExplicitLM
 from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.bodies import ChatBody, CommonBody, CompletionBody, prompts_of
 from implicit_blocks.serving.engine import Engine
 from implicit_blocks.serving.errors import ApiError, shown
@@ -40,7 +44,7 @@ class ServedModel:
 
     Args:
         name: the name by which requests ask for it.
-        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode.
+        model: an ``ImplicitLM`` or ``ExplicitLM``, or a model of transformers, in evaluation mode.
         language: converts between text and tokens.
         engine: runs its texts.
         options: the limits of requests.
@@ -60,23 +64,25 @@ class ServedModel:
     ) -> None:
         self.name, self.model, self.language, self.engine = name, model, language, engine
         self.options, self.problem = options, problem
-        self.vocab_size = int(model.spec.vocab_size)
+        ours = isinstance(model, LanguageModel)
+        self.vocab_size = int(model.spec.vocab_size if ours else model.config.get_text_config().vocab_size)
 
     def card(self) -> dict[str, Any]:
         """Return the model's entry in ``/v1/models``."""
-        implicit = isinstance(self.model, ImplicitLM)
+        kinds = {ImplicitLM: "implicit", ExplicitLM: "explicit"}
         card: dict[str, Any] = {
             "id": self.name,
             "object": "model",
             "created": 0,
             "owned_by": "implicit_blocks",
-            "kind": "implicit" if implicit else "explicit",
+            "kind": kinds.get(type(self.model), "transformers"),
             "max_seq_len": self.options.max_seq_len,
             "vocab_size": self.vocab_size,
             "accepts_limits": self.engine.accepts_limits,
         }
-        stopping = self.engine.decoder.batch.search.stopping
-        if implicit and stopping is not None:
+        decoder = self.engine.decoder
+        stopping = decoder.batch.search.stopping if isinstance(decoder, ContinuousDecoder) else None
+        if isinstance(self.model, ImplicitLM) and stopping is not None:
             card["tolerance"], card["max_iterations"] = stopping.tolerance, stopping.max_iterations
         if self.problem is not None:
             card["word_problem"] = described(self.problem)

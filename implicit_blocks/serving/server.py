@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from implicit_blocks import registry
 from implicit_blocks._utils.devices import choose_device
-from implicit_blocks.checkpoints.find import CHECKPOINTS, SPEC, list_checkpoints
+from implicit_blocks.checkpoints.find import CHECKPOINTS, CONFIG, SPEC, list_checkpoints
+from implicit_blocks.checkpoints.folder import read_config
 from implicit_blocks.checkpoints.load_model import load_model
 from implicit_blocks.checkpoints.run_folder import run_of, tokenizer_of
 from implicit_blocks.decoding.prompts import check_model
+from implicit_blocks.hf.folders import is_known
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.app import create_app
 from implicit_blocks.serving.engine import Engine
@@ -33,14 +38,15 @@ def load(
     *,
     compare: Path | None = None,
     name: str | None = None,
-    spec: str | None = None,
+    spec: str | Path | None = None,
     tokenizer: Path | None = None,
     device: str = "auto",
 ) -> FastAPI:
     """Return the application that serves a trained model.
 
     Args:
-        source: a run, a checkpoint, an exported or published folder, or a file of weights (``load_model``).
+        source: a run, a checkpoint, an exported or published folder, a file of weights (``load_model``), or a
+            folder of another causal language model of transformers.
         options: access and limits.
         compare: the source of a second model, which the page shows beside the first one.
         name: the name of the model in requests; None: that of the source.
@@ -55,26 +61,48 @@ def load(
 
     """
 
-    def served(source: Path, name: str, metrics: Metrics, spec: str | None) -> ServedModel:
+    def served(source: Path, name: str, metrics: Metrics, spec: str | Path | None) -> ServedModel:
         require_finished(source)
-        model: LanguageModel = load_model(source, spec=spec)
-        check_model(model)
-        model = model.to(choose_device(device))
+        limits = options
+        model = _read(source, spec).to(choose_device(device))
         found = tokenizer if tokenizer is not None else tokenizer_of(source)
         language = language_of(found, vocab_size=model.spec.vocab_size)
-        engine = Engine(model, options, metrics)
-        return ServedModel(name, model, language, engine, options, problem=word_problem_of(source))
+        if not isinstance(model, LanguageModel):  # of the trainer's baselines
+            if model.longest is not None:
+                limits = replace(options, max_seq_len=min(model.longest, options.max_seq_len))
+            model = model.to_transformers()
+            language.stop_token_ids = _end_tokens(model, language)
+        engine = Engine(model, limits, metrics)
+        return ServedModel(name, model, language, engine, limits, problem=word_problem_of(source))
 
     metrics = Metrics(options.max_batch_size)
     first = served(source, name or source.resolve().name, metrics, spec)
     if compare is None:
-        return create_app(first, options, metrics)
+        return create_app(first, first.options, metrics)
     second = served(compare, compare.resolve().name, Metrics(options.max_batch_size), None)
-    return create_app(first, options, metrics, others=[second])
+    return create_app(first, first.options, metrics, others=[second])
 
 
-def application(model: LanguageModel, language: Language, options: ServerOptions, *, name: str) -> FastAPI:
-    """Return the application that serves a model in memory.
+def _read(source: Path, spec: str | Path | None) -> Any:
+    """Return a model of this library, or a baseline: a model of transformers in the trainer's wrapper."""
+    if spec is None and (source / CONFIG).is_file() and not is_known(read_config(source)):
+        baseline = registry.entry("model", "transformers").spec.model_validate({"folder": str(source)})
+        return registry.build(baseline).eval()
+    model = load_model(source, spec=spec)
+    if not hasattr(model, "to_transformers"):
+        check_model(model)
+    return model
+
+
+def _end_tokens(model: Any, language: Language) -> tuple[int, ...]:
+    """Return the tokens that end a text, those of the model's own generation settings included."""
+    ends = model.generation_config.eos_token_id
+    found = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return tuple(dict.fromkeys([*language.stop_token_ids, *found]))
+
+
+def application(model: Any, language: Language, options: ServerOptions, *, name: str) -> FastAPI:
+    """Return the application that serves a model in memory, of this library or of transformers.
 
     Raises:
         ValueError: as for ``ContinuousDecoder``.

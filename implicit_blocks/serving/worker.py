@@ -10,11 +10,11 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
+from implicit_blocks.decoding import NewToken, Request
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.inspect_api import InspectionJob, Inspections
@@ -29,6 +29,37 @@ SCORED_TOGETHER = 8192
 """Maximum number of prompt tokens, padding included, that are scored together."""
 
 Send = Callable[[Sequence[tuple[Job, Event]], Sequence[float]], None]
+
+
+class Decoder(Protocol):
+    """What the thread needs of a decoder: the interface of ``ContinuousDecoder``."""
+
+    on_prompts: Callable[[list[int], Solution | None], None] | None
+
+    @property
+    def accepts_limits(self) -> bool:
+        """Whether requests can have their own tolerance and maximum number of iterations."""
+
+    @property
+    def texts(self) -> Sequence[Any]:
+        """The text of each slot, None where a slot is free."""
+
+    @property
+    def waiting(self) -> Collection[Any]:
+        """The texts that wait, each with its ``number``."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text has not ended."""
+
+    def submit(self, request: Request) -> int:
+        """Queue a prompt and return its number."""
+
+    def cancel(self, number: int) -> bool:
+        """End a text early."""
+
+    def step(self) -> list[NewToken]:
+        """Return the next tokens that are known, possibly none."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +90,7 @@ class Worker:
 
     """
 
-    def __init__(
-        self, model: Any, metrics: Metrics, make_decoder: Callable[[], ContinuousDecoder], send: Send
-    ) -> None:
+    def __init__(self, model: Any, metrics: Metrics, make_decoder: Callable[[], Decoder], send: Send) -> None:
         self.model, self.metrics, self._make, self._send_events = model, metrics, make_decoder, send
         self.decoder = make_decoder()
         self.inspections = Inspections()

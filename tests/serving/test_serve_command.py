@@ -53,14 +53,15 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
 
-def test_runs_checkpoints_and_exported_folders_are_loaded_alike(run, tmp_path):
+def test_runs_checkpoints_exported_and_published_folders_are_loaded_alike(run, tmp_path):
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     sources = {"mine": run, checkpoint.name: checkpoint}
     if pytest.importorskip("transformers"):
-        from implicit_blocks.hf.convert import export
+        from implicit_blocks.hf.convert import convert, export
 
         export(str(run), tmp_path / "exported")
-        sources["exported"] = tmp_path / "exported"
+        convert(tmp_path / "exported", tmp_path / "published", to="published")
+        sources |= {name: tmp_path / name for name in ("exported", "published")}
     expected = ib.generate(ib.load_model(run), [[0, 3, 2]], max_new_tokens=4).tokens.tolist()
     for name, source in sources.items():
         found = load(source, SMALL).state.served
