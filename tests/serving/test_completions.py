@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import subprocess
 
 import pytest
 import torch
@@ -36,6 +39,17 @@ def test_a_completion_is_the_text_of_generate(kind, start, make_model):
         expected = server.expected(list(prompt.encode()), 9)
         assert text_of(server.complete(prompt, max_tokens=9)) == expected
         assert streamed(server.complete(prompt, max_tokens=9, stream=True)) == {0: expected}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("stream", [False, True])
+def test_curl_receives_the_text(server, stream):
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 5, "temperature": 0, "stream": stream}
+    command = ["curl", "-sSfN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json"]
+    found = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, check=True)
+    lines = found.stdout.split("\n\n")[:-2] if stream else [found.stdout]
+    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+    assert "".join(texts) == server.expected(list(b"Hello"), 5)
 
 
 def test_tokens_as_a_prompt_are_the_same_as_their_text(server):
