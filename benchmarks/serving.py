@@ -1,16 +1,20 @@
 """Tokens per second through HTTP against those of the decoder driven directly, and the latencies of streams.
 
-    python benchmarks/serving.py [SOURCE] [--clients 1 16 64] [--tokens 64] [--repeats 3]
+    python benchmarks/serving.py [SOURCE] [--clients 1 16 64] [--tokens 64] [--repeats 5]
+    python benchmarks/serving.py --gpu                # books_10m at 1, 16, 64 and 256 clients
 
 Both generate the same texts with as many slots as clients. The clients run in a process of their own, so that
-they share the cores with the server, but not its interpreter. Without SOURCE the model is a new one of the
-size of ``word_problem_s3``'s. Repeats alternate between the two; the table has their medians.
+they share the cores with the server, but not its interpreter. Repeats alternate between the two. Shares are
+those of the direct decoder: of its tokens per second, and of its processor time per token, which depends less
+on what else the machine does. The table has medians.
+
+Without SOURCE the weights are new, of the size of ``--spec``. Searches with new weights take many iterations
+at the spec's tolerance; ``--tolerance 0.1`` takes about eight for ``word_problem_s3``.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import statistics
@@ -19,9 +23,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from report import machine, write
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
@@ -31,6 +37,11 @@ from implicit_blocks.serving.server import application, listen, make_server
 from implicit_blocks.specs import load_spec
 
 PROMPT = 16  # tokens
+CLIENTS = Path(__file__).with_name("http_clients.py")
+HEADER = (
+    "clients  decoder tok/s  HTTP tok/s  share  CPU ms/token  HTTP CPU ms/token  share  "
+    "first token p50/p95 (ms)  between tokens p50/p95 (ms)"
+)
 
 
 def prompts(count: int, vocab_size: int) -> list[list[int]]:
@@ -38,24 +49,35 @@ def prompts(count: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(vocab_size, (count, PROMPT), generator=generator).tolist()
 
 
-def direct(model: Any, clients: int, tokens: int, texts: list[list[int]]) -> float:
-    """Return the tokens per second of the decoder."""
-    decoder = ContinuousDecoder(
-        model, max_batch_size=clients, max_seq_len=PROMPT + tokens, limits_per_request=True
-    )
+def direct(decoder: ContinuousDecoder, texts: list[list[int]], body: dict[str, Any]) -> dict[str, float]:
+    """Return tokens per second, and seconds of processor time per token, of the decoder."""
     for text in texts:
-        decoder.submit(Request(prompt=text, max_new_tokens=tokens))
-    began = time.perf_counter()
+        decoder.submit(
+            Request(prompt=text, max_new_tokens=body["max_tokens"], tolerance=body.get("tolerance"))
+        )
+    began, used = time.perf_counter(), time.process_time()
     made = sum(1 for _ in decoder.run())
-    return made / (time.perf_counter() - began)
+    return {
+        "tokens_per_second": made / (time.perf_counter() - began),
+        "cpu_per_token": (time.process_time() - used) / made,
+    }
+
+
+def through_http(port: int, clients: int, texts: list[list[int]], body: dict[str, Any]) -> dict[str, float]:
+    """Return the same of the server, and seconds to the first token and between tokens, of streams."""
+    order = json.dumps({"port": port, "clients": clients, "texts": texts, "body": body})
+    used = time.process_time()
+    done = subprocess.run(
+        [sys.executable, str(CLIENTS)], input=order, capture_output=True, text=True, check=True
+    )
+    used = time.process_time() - used
+    found: dict[str, float] = json.loads(done.stdout)
+    return {**found, "cpu_per_token": used / (len(texts) * body["max_tokens"])}
 
 
 @contextlib.contextmanager
-def served(model: Any, clients: int, tokens: int) -> Iterator[int]:
+def served(model: Any, options: ServerOptions) -> Iterator[int]:
     """Run a server, and return its port."""
-    options = ServerOptions(
-        port=0, max_batch_size=clients, max_seq_len=PROMPT + tokens, max_queue=4 * clients
-    )
     with listen(options) as listening:
         server = make_server(application(model, Numbers(), options, name="model"), options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
@@ -69,90 +91,82 @@ def served(model: Any, clients: int, tokens: int) -> Iterator[int]:
             thread.join()
 
 
-def through_http(model: Any, clients: int, tokens: int, texts: list[list[int]]) -> dict[str, float]:
-    """Return tokens per second, and seconds to the first token and between tokens, of streams."""
-    with served(model, clients, tokens) as port:
-        order = json.dumps({"port": port, "clients": clients, "tokens": tokens, "texts": texts})
-        done = subprocess.run(
-            [sys.executable, __file__, "--as-clients"],
-            input=order,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+def compare(model: Any, clients: int, body: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Return the medians of alternating repeats with a number of clients."""
+    options = ServerOptions(
+        port=0, max_batch_size=clients, max_seq_len=PROMPT + body["max_tokens"], max_queue=4 * clients
+    )
+    texts = prompts(2 * clients, model.spec.vocab_size)
+    decoder = ContinuousDecoder(
+        model, max_batch_size=clients, max_seq_len=options.max_seq_len, limits_per_request=True
+    )
+    pairs = []
+    with served(model, options) as port:
+        short = {**body, "max_tokens": min(4, body["max_tokens"])}  # captures graphs, and fills caches
+        direct(decoder, texts, short)
+        through_http(port, clients, texts, short)
+        for _ in range(repeats):
+            pairs.append((direct(decoder, texts, body), through_http(port, clients, texts, body)))
+    alone = {name: statistics.median(one[name] for one, _ in pairs) for name in pairs[0][0]}
+    http = {name: statistics.median(one[name] for _, one in pairs) for name in pairs[0][1]}
+    shares = [one["tokens_per_second"] / other["tokens_per_second"] for other, one in pairs]
+    cpu = [other["cpu_per_token"] / one["cpu_per_token"] for other, one in pairs]
+    return {
+        "clients": clients,
+        "direct": alone,
+        "http": http,
+        "share": statistics.median(shares),
+        "shares": shares,
+        "cpu_share": statistics.median(cpu),
+        "cpu_shares": cpu,
+    }
 
 
-async def as_clients(port: int, clients: int, tokens: int, texts: list[list[int]]) -> dict[str, float]:
-    """Send the requests of all clients, and measure."""
-    first: list[float] = []
-    between: list[float] = []
-
-    async def send(text: list[int]) -> None:
-        body = {"model": "model", "prompt": text, "max_tokens": tokens, "temperature": 0, "stream": True}
-        sent = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-        )
-        began = last = time.perf_counter()
-        writer.write(f"{head}Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n".encode() + sent)
-        seen = False
-        while part := await reader.read(1 << 16):
-            if b"data: {" in part:
-                now = time.perf_counter()
-                (between if seen else first).append(now - (last if seen else began))
-                seen, last = True, now
-        writer.close()
-        assert seen, "a request was refused"
-
-    async def client() -> None:
-        while texts:
-            await send(texts.pop())
-
-    made = len(texts) * tokens
-    began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    seconds = time.perf_counter() - began
-    found = {"tokens_per_second": made / seconds}
-    for name, values in (("first_token", first), ("between_tokens", between)):
-        cuts = statistics.quantiles(values, n=20) if len(values) > 1 else values * 19
-        found |= {f"{name}_p50": cuts[9], f"{name}_p95": cuts[18]}
-    return found
+def line(found: dict[str, Any]) -> str:
+    alone, http = found["direct"], found["http"]
+    times = [
+        f"{1e3 * http[f'{name}_p50']:.0f}/{1e3 * http[f'{name}_p95']:.0f}"
+        for name in ("first_token", "between_tokens")
+    ]
+    return (
+        f"{found['clients']:7}  {alone['tokens_per_second']:13.0f}  {http['tokens_per_second']:10.0f}  "
+        f"{found['share']:5.2f}  {1e3 * alone['cpu_per_token']:12.3f}  {1e3 * http['cpu_per_token']:17.3f}  "
+        f"{found['cpu_share']:5.2f}  {times[0]:>24}  {times[1]:>27}"
+    )
 
 
 def main() -> None:
-    if "--as-clients" in sys.argv:
-        print(json.dumps(asyncio.run(as_clients(**json.load(sys.stdin)))))
-        return
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("source", nargs="?", help="run, checkpoint or exported folder")
-    options.add_argument("--clients", type=int, nargs="*", default=[1, 16, 64])
-    options.add_argument("--tokens", type=int, default=64)
-    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--spec", help="size of new weights (default: word_problem_s3)")
+    options.add_argument("--gpu", action="store_true", help="measure books_10m at 1, 16, 64, 256 clients")
+    options.add_argument("--clients", type=int, nargs="+", help="(default: 1 16 64)")
+    options.add_argument("--tokens", type=int, help="new tokens per text (default: 64)")
+    options.add_argument("--tolerance", type=float, help="of the searches (default: the spec's)")
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
+    options.add_argument("--record", metavar="NAME", help="write results/NAME.json")
     given = options.parse_args()
+    clients = given.clients or ([1, 16, 64, 256] if given.gpu else [1, 16, 64])
+    spec = given.spec or ("books_10m" if given.gpu else "word_problem_s3")
+    body = {"model": "model", "max_tokens": given.tokens or (256 if given.gpu else 64), "temperature": 0}
+    if given.tolerance is not None:
+        body["tolerance"] = given.tolerance
+    torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     if given.source is None:
-        model = ib.build(load_spec("word_problem_s3").final_model).eval()
+        model = ib.build(load_spec(spec).final_model).eval()
     else:
         model = ib.load_model(given.source)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    print("clients  decoder tok/s  HTTP tok/s  share  first token p50/p95  between tokens p50/p95 (ms)")
-    for clients in given.clients:
-        texts = prompts(2 * clients, model.spec.vocab_size)
-        alone, found = [], []
-        for _ in range(given.repeats):
-            alone.append(direct(model, clients, given.tokens, texts))
-            found.append(through_http(model, clients, given.tokens, texts))
-        median = {name: statistics.median(one[name] for one in found) for name in found[0]}
-        share = median["tokens_per_second"] / statistics.median(alone)
-        times = [
-            f"{1e3 * median[f'{name}_p50']:.0f}/{1e3 * median[f'{name}_p95']:.0f}"
-            for name in ("first_token", "between_tokens")
-        ]
-        rates = f"{statistics.median(alone):13.0f}  {median['tokens_per_second']:10.0f}"
-        print(f"{clients:7}  {rates}  {share:5.2f}  {times[0]:>19}  {times[1]:>22}", flush=True)
+    print(HEADER)
+    rows = []
+    for count in clients:
+        rows.append(compare(model, count, body, given.repeats))
+        print(line(rows[-1]), flush=True)
+    if given.record is not None:
+        result = {"machine": machine(), "source": given.source or spec, "request": body, "rows": rows}
+        print(f"wrote {write(given.record, result)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""Streaming clients of a server, in a process of their own: they read an order and print what they measured.
+
+``serving.py`` starts this program. It imports nothing but the standard library, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+
+async def measure(
+    port: int, clients: int, texts: list[list[int]], body: dict[str, Any]
+) -> dict[str, float | list[float]]:
+    """Send a request for each text, and measure tokens per second and the seconds between the chunks.
+
+    Args:
+        port: that of the server, at 127.0.0.1.
+        clients: number of requests at a time.
+        texts: the prompts, as tokens.
+        body: the other fields of the requests.
+
+    """
+    first: list[float] = []
+    between: list[float] = []
+    left = list(texts)
+
+    async def send(text: list[int]) -> None:
+        sent = json.dumps({**body, "prompt": text, "stream": True}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        )
+        began = last = time.perf_counter()
+        writer.write(f"{head}Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n".encode() + sent)
+        seen, tail = False, b""
+        while part := await reader.read(1 << 16):
+            tail = (tail + part)[-64:]
+            if b"data: {" in part:
+                now = time.perf_counter()
+                (between if seen else first).append(now - (last if seen else began))
+                seen, last = True, now
+        writer.close()
+        assert seen and b"data: [DONE]" in tail, "a request was refused or not finished"  # noqa: PT018
+
+    async def client() -> None:
+        while left:
+            await send(left.pop())
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    seconds = time.perf_counter() - began
+    found: dict[str, float | list[float]] = {"tokens_per_second": len(texts) * body["max_tokens"] / seconds}
+    for name, values in (("first_token", first), ("between_tokens", between)):
+        cuts = statistics.quantiles(values, n=20) if len(values) > 1 else values * 19 or [0.0] * 19
+        found[f"{name}_p50"], found[f"{name}_p95"] = cuts[9], cuts[18]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(measure(**json.load(sys.stdin)))))
