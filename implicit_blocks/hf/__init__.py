@@ -1,22 +1,31 @@
 """The models as Hugging Face transformers classes, and conversion of other checkpoints.
 
-Importing this package registers the classes with ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``
-if transformers is installed; ``register()`` registers them explicitly. The modules that read and write
-checkpoints do not need transformers.
+Importing this package registers the classes with ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``,
+``AutoModelForSequenceClassification`` and ``AutoModelForTokenClassification`` if transformers is installed;
+``register()`` registers them explicitly. The modules that read and write checkpoints do not need
+transformers.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks.hf.remote_code import AUTO_CLASSES
 
 if TYPE_CHECKING:
     from implicit_blocks.hf.cache import ImplicitCache
     from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2Config
     from implicit_blocks.hf.folders import from_library, to_library
+    from implicit_blocks.hf.heads import (
+        ImplicitLlamaForSequenceClassification,
+        ImplicitLlamaForTokenClassification,
+        ImplicitMamba2ForSequenceClassification,
+        ImplicitMamba2ForTokenClassification,
+    )
     from implicit_blocks.hf.modeling import (
         ImplicitLlamaForCausalLM,
         ImplicitLlamaModel,
@@ -28,9 +37,13 @@ _HOME_OF = {
     "ImplicitCache": "cache",
     "ImplicitLlamaConfig": "configuration",
     "ImplicitLlamaForCausalLM": "modeling",
+    "ImplicitLlamaForSequenceClassification": "heads",
+    "ImplicitLlamaForTokenClassification": "heads",
     "ImplicitLlamaModel": "modeling",
     "ImplicitMamba2Config": "configuration",
     "ImplicitMamba2ForCausalLM": "modeling",
+    "ImplicitMamba2ForSequenceClassification": "heads",
+    "ImplicitMamba2ForTokenClassification": "heads",
     "ImplicitMamba2Model": "modeling",
     "from_library": "folders",
     "to_library": "folders",
@@ -40,9 +53,13 @@ __all__ = [
     "ImplicitCache",
     "ImplicitLlamaConfig",
     "ImplicitLlamaForCausalLM",
+    "ImplicitLlamaForSequenceClassification",
+    "ImplicitLlamaForTokenClassification",
     "ImplicitLlamaModel",
     "ImplicitMamba2Config",
     "ImplicitMamba2ForCausalLM",
+    "ImplicitMamba2ForSequenceClassification",
+    "ImplicitMamba2ForTokenClassification",
     "ImplicitMamba2Model",
     "from_library",
     "register",
@@ -76,18 +93,29 @@ def register() -> None:
 
     """
     require_transformers()
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    import transformers
 
-    from implicit_blocks.hf import modeling
+    from implicit_blocks.hf import heads, modeling
 
-    for base, causal in (
-        (modeling.ImplicitLlamaModel, modeling.ImplicitLlamaForCausalLM),
-        (modeling.ImplicitMamba2Model, modeling.ImplicitMamba2ForCausalLM),
-    ):
-        config = base.config_class
-        AutoConfig.register(config.model_type, config, exist_ok=True)
-        AutoModel.register(config, base, exist_ok=True)
-        AutoModelForCausalLM.register(config, causal, exist_ok=True)
+    for stem in ("ImplicitLlama", "ImplicitMamba2"):
+        config = getattr(modeling, f"{stem}Model").config_class
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        for auto_class, suffix in AUTO_CLASSES.items():
+            made = getattr(heads if suffix.endswith("Classification") else modeling, f"{stem}{suffix}")
+            getattr(transformers, auto_class).register(config, made, exist_ok=True)
+            for package in _loaded_packages():
+                setattr(package, made.__name__, made)  # where `transformers serve` looks a class up
+
+
+def _loaded_packages() -> list[Any]:
+    """Return the package transformers as each of its modules knows it.
+
+    ``transformers.processing_utils`` loads the package a second time; modules imported before keep the first.
+    """
+    own = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    known = [getattr(module, "__dict__", {}).get("transformers") for module in own]
+    found = {id(package): package for package in (sys.modules["transformers"], *known) if package is not None}
+    return list(found.values())
 
 
 def __getattr__(name: str) -> Any:

@@ -26,9 +26,11 @@ from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2
 from implicit_blocks.hf.generation import ImplicitGenerationMixin
 from implicit_blocks.hf.hidden_states import chosen_iterates, hidden_states
 from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these, one_cache
+from implicit_blocks.hf.objectives import objective_loss
 from implicit_blocks.hf.remote_code import write_shim
 from implicit_blocks.layers import Linear, at_least_float32
 from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.models.outputs import Encoded, Iterate
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
@@ -39,13 +41,16 @@ class ImplicitModelOutput(ModelOutput):  # type: ignore[misc]  # transformers' c
     """``last_hidden_state`` (B, L, D), the input of a head; the family's cache; the search's ``solution``.
 
     ``hidden_states``, if requested: the embedded tokens, iterates of the core, and ``last_hidden_state``.
+    ``iterates``, in training with an objective that reads them: by their number of loops.
     """
 
     last_hidden_state: Tensor | None = None
     past_key_values: ImplicitCache | None = None
     cache_params: ImplicitCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: None = None  # read by transformers' classes
     solution: Solution | None = None
+    iterates: dict[int, Iterate] | None = None
 
 
 @dataclass
@@ -60,13 +65,17 @@ class ImplicitCausalLMOutput(ModelOutput):  # type: ignore[misc]  # the same
     past_key_values: ImplicitCache | None = None
     cache_params: ImplicitCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+    attentions: None = None  # read by transformers' classes
     solution: Solution | None = None
 
 
-class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
+class ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
+    """What all transformers classes share: saving, initialization, the embedding, gradient checkpointing."""
+
     base_model_prefix = "model"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = False  # the spec's gradient configures recomputation
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False
     _no_split_modules = ("ImplicitLM", "ExplicitLM")  # the loop runs on one device
     # Vectors of rates and scales, which bfloat16 would change. Matched as regular expressions.
     _keep_in_fp32_modules_strict = (
@@ -85,14 +94,16 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         """Do nothing: every saved folder contains the files that ``trust_remote_code`` needs."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as transformers does, with the file that ``trust_remote_code`` needs.
-
-        The file is written before the weights, so that pushing to the hub in the same call includes it.
-        """
+        """Save as transformers does, with the file that ``trust_remote_code`` needs."""
         if not os.path.isfile(save_directory) and kwargs.get("is_main_process", True):
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             write_shim(Path(save_directory), self.config.class_stem)
         super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """Upload the file that ``trust_remote_code`` needs too: it counts as modified once written again."""
+        write_shim(Path(working_dir), self.config.class_stem)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     @torch.no_grad()
     @guard_torch_init_functions()  # type: ignore[untyped-decorator]  # transformers' are Any to the checker
@@ -108,12 +119,71 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         for module in self.modules():
             if isinstance(module, LanguageModel):
                 module.reset_parameters()
-            elif isinstance(module, Linear) and module is self.get_output_embeddings():
-                nn.init.normal_(module.weight, std=self.config.initializer_range)
+            elif isinstance(module, Linear) and module in (self.get_output_embeddings(), self.score_head):
+                self.initialize_new_head(module)
         for parameter, value in kept:
             parameter.copy_(value)
 
-    def _note_where_made(self, lm: LanguageModel) -> None:
+    def initialize_new_head(self, head: Linear) -> None:
+        """Initialize the weight of a head N(0, σ²) with ``config.initializer_range``, and its bias 0."""
+        nn.init.normal_(head.weight, std=self.config.initializer_range)
+        if head.bias is not None:
+            nn.init.zeros_(head.bias)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, *args: Any, every_n_layers: int = 1, **kwargs: Any
+    ) -> None:
+        """Recompute each layer of each differentiated call of the map in backward, or no longer.
+
+        ``gradient_checkpointing_kwargs`` have no effect: the recomputation is torch's non-reentrant one.
+
+        Raises:
+            ValueError: ``every_n_layers`` is not 1.
+
+        """
+        if enable and every_n_layers != 1:
+            raise ValueError(
+                f"every_n_layers is {every_n_layers}; these models recompute all layers: choose 1"
+            )
+        for module in self.modules():
+            if isinstance(module, ImplicitPreTrained):
+                module.gradient_checkpointing = enable
+            elif isinstance(module, LanguageModel):
+                module.checkpoint_activations("layers" if enable else "none")
+
+    @property
+    def library_model(self) -> LanguageModel:
+        """The library's model, which computes everything but the head."""
+        return cast(LanguageModel, self.base_model.lm)
+
+    @property
+    def score_head(self) -> nn.Module | None:
+        """The classification head, or None."""
+        return getattr(self, "score", None)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.library_model.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the embedding."""
+        self.library_model.embedding = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Resize embedding and head as transformers does, and update the spec."""
+        resized: nn.Module = super().resize_token_embeddings(*args, **kwargs)
+        lm, spec = self.library_model, self.config.model_spec
+        rows = lm.embedding.weight.shape[0]
+        changes = {"vocab_size": rows, "pad_vocab_to": 1}
+        asked = args[0] if args else kwargs.get("new_num_tokens")
+        # Padding rows may become tokens without a change in the number of rows.
+        if rows != spec.padded_vocab_size or (asked is not None and asked > spec.vocab_size):
+            self.config.set_model_spec(spec.model_copy(update=changes))
+            lm.spec = lm.spec.model_copy(update=changes)
+        return resized
+
+    def note_where_made(self, lm: LanguageModel) -> None:
+        """Remember whether the parameters are on the meta device, so that loading initializes them."""
         self._made_on_meta = lm.embedding.weight.is_meta
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -121,7 +191,7 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         return getattr(self, "lm_head", None)
 
 
-class _ImplicitModel(_ImplicitPreTrained):
+class _ImplicitModel(ImplicitPreTrained):
     """Tokens to hidden states."""
 
     def __init__(self, config: ImplicitLlamaConfig | ImplicitMamba2Config) -> None:
@@ -130,16 +200,8 @@ class _ImplicitModel(_ImplicitPreTrained):
         # The causal model owns the head, so the library's model is built without one, as if tied.
         spec = config.model_spec.model_copy(update={"tie_embeddings": True})
         self.lm = cast(LanguageModel, build(spec))
-        self._note_where_made(self.lm)
+        self.note_where_made(self.lm)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
-        return self.lm.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding."""
-        self.lm.embedding = value
 
     def forward(
         self,
@@ -211,6 +273,8 @@ class _ImplicitModel(_ImplicitPreTrained):
         found = ImplicitModelOutput(encoded.hidden_BLD, solution=encoded.solution)
         if output_hidden_states:
             found["hidden_states"] = hidden_states(self.lm, x_BLD, encoded, chosen, loops)
+        if self.training and encoded.iterates:
+            found["iterates"] = encoded.iterates
         if use_cache:
             assert encoded.state is not None
             assert cache is not None
@@ -219,7 +283,7 @@ class _ImplicitModel(_ImplicitPreTrained):
         return found.to_tuple() if return_dict is False else found
 
 
-class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
+class _ImplicitForCausalLM(ImplicitGenerationMixin, ImplicitPreTrained):
     """Tokens to logits: the model and the head, which may be tied to the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012  # read by transformers
@@ -233,16 +297,8 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
         spec = config.model_spec
         self.lm_head = Linear(spec.d_model, spec.padded_vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=spec.embedding_std)
-        self._note_where_made(self.model.lm)
+        self.note_where_made(self.model.lm)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding."""
-        return cast(nn.Module, self.model.lm.embedding)
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding."""
-        self.model.lm.embedding = value
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the head."""
@@ -250,19 +306,6 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
             head = Linear(new_embeddings.in_features, new_embeddings.out_features, bias=False)
         head.weight = new_embeddings.weight
         self.lm_head = head
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Resize embedding and head as transformers does, and update the spec."""
-        resized: nn.Module = super().resize_token_embeddings(*args, **kwargs)
-        rows = self.model.lm.embedding.weight.shape[0]
-        changes = {"vocab_size": rows, "pad_vocab_to": 1}
-        spec = self.config.model_spec
-        asked = args[0] if args else kwargs.get("new_num_tokens")
-        # Padding rows may become tokens without a change in the number of rows.
-        if rows != spec.padded_vocab_size or (asked is not None and asked > spec.vocab_size):
-            self.config.set_model_spec(spec.model_copy(update=changes))
-            self.model.lm.spec = self.model.lm.spec.model_copy(update=changes)
-        return resized
 
     def forward(
         self,
@@ -299,7 +342,7 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
             cache_params: the same for models with Mamba2 layers, as in transformers.
             inputs_embeds: (B, L, D) embedded tokens instead of ``input_ids``.
             labels: (B, L), **shifted here** as everywhere in transformers: pass ``input_ids``; −100 is
-                ignored.
+                ignored. In training the loss is the objective of the spec.
             use_cache: return a cache; by default the configuration's value, and False in training.
             logits_to_keep: compute the logits of this many last tokens, or of the tokens with these indices;
                 0: all tokens.
@@ -355,8 +398,12 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
         logits = self.model.lm.scale_logits(at_least_float32(self.lm_head(hidden)))
         loss = None
         if labels is not None:
-            kept = {"num_items_in_batch": options.get("num_items_in_batch")}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kept)
+            items = options.get("num_items_in_batch")
+            encoded = Encoded(found.last_hidden_state, found.solution, iterates=found.iterates or {})
+            loss = objective_loss(self.model.lm, self.lm_head, encoded, labels, items=items)
+            if loss is None:
+                kept = {"labels": labels, "vocab_size": logits.shape[-1], "num_items_in_batch": items}
+                loss = self.loss_function(logits=logits, **kept)
         output = ImplicitCausalLMOutput(
             loss,
             logits,

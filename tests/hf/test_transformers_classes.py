@@ -305,6 +305,8 @@ def test_trust_remote_code_imports_the_package_or_names_the_remedy(installed, ti
         "AutoConfig",
         "AutoModel",
         "AutoModelForCausalLM",
+        "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
     }
     program = (
         "import sys\n"
