@@ -36,7 +36,12 @@ def tokenizer_of(source: Path) -> Path | None:
         return source
     if (run := run_of(source)) is None:
         return None
-    found = (_tokenizer_of_data(data) for data in _texts(getattr(load_spec(run / SPEC), "data", None)))
+    return tokenizer_of_data(getattr(load_spec(run / SPEC), "data", None))
+
+
+def tokenizer_of_data(data: Any) -> Path | None:
+    """Find the tokenizer of a data section, or of the first part of a mixture that has one."""
+    found = (_tokenizer_of_data(part) for part in _texts(data))
     return next((tokenizer for tokenizer in found if tokenizer is not None), None)
 
 

@@ -68,7 +68,8 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
     vocab_size: int | None = None
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 2048  # no limit of the models: tools read it
+    training_length: int | None = None  # tokens of a sequence in training
     layer_types: list[str] | None = None
     tie_word_embeddings: bool | None = None
     initializer_range: float | None = None

@@ -21,13 +21,20 @@ from implicit_blocks.hf.folders import (
     PretrainedFolder,
     copy_tokenizer,
     fold_weight_norm,
+    length_fields,
     read_pretrained,
     special_tokens,
     write_original,
     write_published,
     write_transformers,
 )
-from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
+from implicit_blocks.hf.model_card import RunRecord, read_run, write_card
+from implicit_blocks.hf.tokenizer import (
+    add_token_fields,
+    check_tokenizer_fits,
+    load_tokenizer,
+    token_fields,
+)
 from implicit_blocks.models.retrofit import parse_core, retrofit
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
@@ -122,7 +129,7 @@ def export(
     seed: int | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Export a spec's model, in the state of its last phase, to a transformers folder.
+    """Export a spec's model, in the state of its last phase, to a transformers folder with a model card.
 
     Args:
         spec_name: a name in the zoo, a YAML file, or a run folder; a run folder also provides the weights
@@ -145,6 +152,7 @@ def export(
     _bytes(max_shard_size)
     source = Path(spec_name)
     run_folder = run_of(source) if source.is_dir() else None
+    weights_seed = (seed or 0) if checkpoint is None and run_folder is None else None
     if run_folder is not None and checkpoint is None:
         checkpoint, tokenizer = source, tokenizer or tokenizer_of(source)
     if checkpoint is not None and seed is not None:
@@ -154,33 +162,45 @@ def export(
     run = load_spec(spec_name if run_folder is None else run_folder / SPEC)
     spec = getattr(run, "final_model", None)
     if not isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
-        made = _build_other(spec, checkpoint=checkpoint, seed=seed)
+        made, weights = _build_other(spec, checkpoint=checkpoint, seed=seed)
         if loaded is not None:
             check_tokenizer_fits(loaded, made.config.vocab_size, name=tokenizer)
+            add_token_fields(made, loaded)
         with whole_folder(destination) as folder:
             made.save_pretrained(folder, max_shard_size=max_shard_size)
             if loaded is not None:
                 loaded.save_pretrained(folder)
+            write_card(folder, spec, run=_record_of(weights), seed=weights_seed)
         return
     if loaded is not None:
         check_tokenizer_fits(loaded, spec.padded_vocab_size, name=tokenizer)
+    weights = None
     if checkpoint is None:
         torch.manual_seed(seed)
         state = build(spec).state_dict()
     else:
-        state = _weights_at(checkpoint, empty_state(spec))
-    length = getattr(getattr(run, "data", None), "seq_len", None)
-    fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
+        weights, state = _weights_at(checkpoint, empty_state(spec))
+    fields = special_tokens(spec) | length_fields(getattr(getattr(run, "data", None), "seq_len", None))
     if loaded is not None:
         fields |= token_fields(loaded)
     with whole_folder(destination) as folder:
         write_transformers(PretrainedFolder(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
         if loaded is not None:
             loaded.save_pretrained(folder)
+        write_card(folder, spec, run=_record_of(weights), seed=weights_seed)
 
 
-def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
-    """Build a model of another kind, which provides ``to_transformers()``."""
+def _record_of(weights: Path | None) -> RunRecord | None:
+    """Return what the run of these weights recorded up to their step; None: they are of no run."""
+    run = None if weights is None else run_of(weights)
+    if weights is None or run is None:
+        return None
+    step = weights.name.removeprefix("step-")
+    return read_run(run, step=int(step) if step.isdigit() else None)
+
+
+def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> tuple[Any, Path | None]:
+    """Build a model of another kind, which has ``to_transformers()``, and return also its weights' path."""
     torch.manual_seed(seed)
     model: Any = None if spec is None else build(spec)
     if not hasattr(model, "to_transformers"):
@@ -188,17 +208,19 @@ def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
             f"models of kind {getattr(spec, 'kind', None)!r} cannot be exported; supported are implicit_lm, "
             "explicit_lm, transformers, and kinds whose models have a method to_transformers()"
         )
+    path = None
     if checkpoint is not None:
-        model.load_state_dict(_weights_at(checkpoint, model.state_dict()))
-    return model.to_transformers()
+        path, state = _weights_at(checkpoint, model.state_dict())
+        model.load_state_dict(state)
+    return model.to_transformers(), path
 
 
-def _weights_at(checkpoint: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _weights_at(checkpoint: Path, expected: Mapping[str, Tensor]) -> tuple[Path, dict[str, Tensor]]:
     """Read weights, for a run from its newest complete checkpoint; warn about damaged newer ones."""
     path, state, complaints = read_newest_weights(checkpoint, expected=expected)
     for complaint in complaints:
         print(f"warning: {complaint}; {path.name} is exported instead", file=sys.stderr)
-    return state
+    return path, state
 
 
 def _bytes(size: str) -> int:

@@ -45,7 +45,13 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+_TOKEN_FIELDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "max_position_embeddings",
+    "training_length",
+)
 _NEOX_VOCABULARY = 50277  # of GPT-NeoX-20B, where token 0 ends a text
 
 
@@ -182,6 +188,22 @@ def _of_ours(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
 def special_tokens(spec: LMSpec) -> dict[str, Any]:
     """Return the configuration fields of the special tokens, inferred from the vocabulary size."""
     return {"bos_token_id": 0, "eos_token_id": 0} if spec.vocab_size == _NEOX_VOCABULARY else {}
+
+
+DEFAULT_LENGTH = 2048
+"""The length that lm-eval assumes of models without a limit."""
+
+
+def length_fields(training_length: int | None) -> dict[str, Any]:
+    """Return the configuration fields of the sequence length in training, in tokens; None: unknown.
+
+    The models accept sequences of any length, but tools of transformers, such as lm-eval, truncate to
+    ``max_position_embeddings``. It is therefore not the training length where that is short.
+    """
+    if training_length is None:
+        return {}
+    longest = max(training_length, DEFAULT_LENGTH)
+    return {"training_length": training_length, "max_position_embeddings": longest}
 
 
 def check_tokenizer(folder: Path, spec: LMSpec) -> None:

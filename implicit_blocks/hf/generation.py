@@ -44,8 +44,7 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         """Check the prompts, then generate as transformers does.
 
         Raises:
-            ValueError: a prompt has no token, is longer than ``config.max_position_embeddings``, contains
-                unknown token IDs, or is padded on the right.
+            ValueError: a prompt has no token, contains unknown token IDs, or is padded on the right.
 
         """
         ids = inputs if inputs is not None else kwargs.get("input_ids")
@@ -59,8 +58,6 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
                 shaped,
                 mask,
                 vocab_size=self.model.lm.spec.vocab_size if shaped is ids else None,
-                max_length=self.config.max_position_embeddings,
-                limit="max_position_embeddings of the configuration",
             )
             if valid is not None and not bool(valid[:, -1].all()):
                 row = int((~valid[:, -1]).nonzero()[0])

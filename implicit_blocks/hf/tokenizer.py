@@ -99,6 +99,14 @@ def token_fields(tokenizer: Any) -> dict[str, int]:
     return {name: token for name in names if (token := getattr(tokenizer, name)) is not None}
 
 
+def add_token_fields(model: Any, tokenizer: Any) -> None:
+    """Set the tokens that begin, end and pad a text where a model of transformers does not name them."""
+    for name, token in token_fields(tokenizer).items():
+        for config in (model.config, model.generation_config):
+            if getattr(config, name, None) is None:
+                setattr(config, name, token)
+
+
 def check_tokenizer_fits(tokenizer: Any, rows: int, *, name: object) -> None:
     """Check that a tokenizer fits a model's vocabulary of ``rows`` entries.
 

@@ -7,11 +7,9 @@ import copy
 import pytest
 import torch
 
-import implicit_blocks as ib
-
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from implicit_blocks.hf import ImplicitCache, from_library  # noqa: E402  # after the skip
+from implicit_blocks.hf import ImplicitCache  # noqa: E402  # after the skip
 
 CACHES = {"mamba2": "cache_params", "attention": "past_key_values"}
 MODES = {
@@ -304,14 +302,16 @@ def test_invalid_prompts_are_refused(family, lively_model, ids):
         model.generate(torch.full_like(ids, 19), **options)
     with pytest.raises(ValueError, match="at least one token"):
         model.generate(inputs_embeds=model.get_input_embeddings()(ids)[:, :0], **options)
-    short = from_library(ib.build(model.config.model_spec).eval(), max_position_embeddings=8)
-    with pytest.raises(ValueError, match=r"9 tokens, more than the 8 of max_position_embeddings"):
-        short.generate(ids, **options)
-    left = torch.ones_like(ids)
-    left[:, :2] = 0
-    assert short.generate(ids, attention_mask=left, max_new_tokens=1, pad_token_id=18).shape == (3, 10)
     other = {"mamba2": "past_key_values", "attention": "cache_params"}[family]
     with pytest.raises(
         ValueError, match=f"pass the cache of these models as {CACHES[family]}, not as {other}"
     ):
         model(ids, **{other: ImplicitCache()})
+
+
+def test_the_number_of_positions_in_the_configuration_limits_no_prompt(family, lively_model, ids):
+    """The models have none: rotary positions and recurrent states continue beyond the training length."""
+    model = lively_model(family)
+    expected = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=18)
+    model.config.max_position_embeddings = 8
+    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=18), expected)

@@ -42,7 +42,9 @@ def test_pretrained_folders_are_exported_every_few_steps(
     run.model.eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, run.model(tokens).logits)
-    assert loaded.config.max_position_embeddings == 12
+    assert (loaded.config.training_length, loaded.config.max_position_embeddings) == (12, 2048)
+    card = (tmp_path / "run" / "exports" / names[0] / "README.md").read_text()
+    assert "| steps | 2 of 5 |" in card
 
     build(small({**changes, "training.export_every": None}), output=tmp_path / "other", device="cpu").train()
     assert losses(tmp_path / "run") == losses(tmp_path / "other")

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from implicit_blocks.checkpoints.find import MODEL, SAFETENSORS
-from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
+from implicit_blocks.checkpoints.find import MODEL, SAFETENSORS, SPEC
+from implicit_blocks.checkpoints.run_folder import tokenizer_of_data
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.tree import dump_yaml
 from trainer.checkpoint.folder import TEMPORARY, remove_tree
 from trainer.checkpoint.rng import random_state, restore_random_state
@@ -27,8 +28,8 @@ def export_model(model: nn.Module, spec: ModelSpec, folder: Path, *, length: int
     """Export ``model`` to ``folder``, atomically.
 
     The result is a pretrained folder for ``from_pretrained`` if transformers is installed and supports the
-    model; otherwise ``model.safetensors`` and the spec, ``model.yaml``. Every rank must call this: rank 0
-    gathers sharded tensors and writes.
+    model, with the tokenizer of the run's data and a model card; otherwise ``model.safetensors`` and the
+    spec, ``model.yaml``. Every rank must call this: rank 0 gathers sharded tensors and writes.
 
     Args:
         model: the inner module; its tensors may be sharded.
@@ -61,7 +62,7 @@ def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: 
     before = random_state()  # building the model to write draws random weights
     try:
         temporary.mkdir(parents=True)
-        if not _write_for_transformers(model, spec, state, temporary, length):
+        if not _write_for_transformers(model, spec, state, temporary, length, _run_of(folder)):
             _write_safetensors(spec, state, temporary)
         for file in temporary.iterdir():
             fsync_path(file)
@@ -76,25 +77,68 @@ def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: 
 
 
 def _write_for_transformers(
-    model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int
+    model: nn.Module,
+    spec: ModelSpec,
+    state: dict[str, Tensor],
+    folder: Path,
+    length: int,
+    run: Path | None,
 ) -> bool:
-    """Write a pretrained folder and return True; return False if transformers does not support the model."""
+    """Write a pretrained folder and return True; return False if transformers does not support the model.
+
+    The folder of a run's model also has the tokenizer of its data, if it can be loaded, and a model card.
+    """
     if find_spec("transformers") is None:
         return False
-    from implicit_blocks.hf.folders import PretrainedFolder, special_tokens, write_transformers
+    from implicit_blocks.hf import folders, model_card
+    from implicit_blocks.hf.tokenizer import add_token_fields, token_fields
 
-    if isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
-        fields: dict[str, Any] = {**special_tokens(spec), "max_position_embeddings": length}
-        with _no_bars():
-            write_transformers(PretrainedFolder(spec, state, fields), folder)
-        return True
-    if not isinstance(model, ConvertsToTransformers):
+    ours = isinstance(spec, ImplicitLMSpec | ExplicitLMSpec)
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if not ours and (sharded or not isinstance(model, ConvertsToTransformers)):
         return False
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return False
+    tokenizer = (
+        None
+        if run is None
+        else _tokenizer_of(run, getattr(spec, "padded_vocab_size", getattr(spec, "vocab_size", None)))
+    )
     with _no_bars():
-        model.to_transformers().save_pretrained(folder)
+        if isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
+            fields = folders.special_tokens(spec) | folders.length_fields(length)
+            fields |= {} if tokenizer is None else token_fields(tokenizer)
+            folders.write_transformers(folders.PretrainedFolder(spec, state, fields), folder)
+        else:
+            assert isinstance(model, ConvertsToTransformers)
+            converted = model.to_transformers()
+            if tokenizer is not None:
+                add_token_fields(converted, tokenizer)
+            converted.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if run is not None:
+        model_card.write_card(folder, spec, run=model_card.read_run(run))
     return True
+
+
+def _run_of(export: Path) -> Path | None:
+    """Return the folder of the run that writes an export, ``RUN/exports/NAME``; None: it is no run."""
+    run = export.absolute().parents[1]
+    return run if (run / SPEC).is_file() else None
+
+
+def _tokenizer_of(run: Path, rows: int | None) -> Any | None:
+    """Return the tokenizer of a run's data; None if it has none, or one that does not fit the model."""
+    from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+
+    if (path := tokenizer_of_data(getattr(load_spec(run / SPEC), "data", None))) is None:
+        return None
+    try:
+        loaded = load_tokenizer(path)
+        if rows is not None:
+            check_tokenizer_fits(loaded, rows, name=path)
+    except ValueError:  # a model of numbers, or a file that has changed: the export needs no tokenizer
+        return None
+    return loaded
 
 
 @contextmanager
