@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import fla_backward_is_wrong, load
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, fla_backward_is_wrong, load
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 
 _LOG = logging.getLogger(__name__)
@@ -59,6 +59,11 @@ def gated_delta_rule_fla(
     if documents_BL is not None:
         raise ValueError(
             "backend 'fla' supports one document per row; choose backend 'plain' for packed rows"
+        )
+    if v_BLHV.shape[0] * v_BLHV.shape[2] > MOST_IN_GRID:
+        raise ValueError(
+            f"backend 'fla' indexes at most {MOST_IN_GRID} heads of all rows, got {v_BLHV.shape[0]} rows of "
+            f"{v_BLHV.shape[2]} heads; use fewer rows, or backend 'plain'"
         )
     tensors = (
         q_BLHK.to(v_BLHV.dtype).contiguous(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import load
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, load
 
 MODULE = "fla.ops.generalized_delta_rule"
 PACKAGE = "fla-core>=0.6"
@@ -47,6 +47,11 @@ def generalized_delta_rule_fla(
     if documents_BL is not None:
         raise ValueError(
             "backend 'fla' supports one document per row; choose backend 'plain' for packed rows"
+        )
+    if v_BLHV.shape[0] * v_BLHV.shape[2] > MOST_IN_GRID:
+        raise ValueError(
+            f"backend 'fla' indexes at most {MOST_IN_GRID} heads of all rows, got {v_BLHV.shape[0]} rows of "
+            f"{v_BLHV.shape[2]} heads; use fewer rows, or backend 'plain'"
         )
     r, k, v, a, b = (t.to(v_BLHV.dtype).contiguous() for t in (r_BLHK, k_BLHK, v_BLHV, a_BLHK, b_BLHK))
     o, state = module.chunk_dplr_delta_rule(
