@@ -62,7 +62,10 @@ def normal_at(
 
 
 def keys_at(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Return 64 random bits for each pair of a seed and a counter, int64 tensors that broadcast."""
+    """Return 64 random bits for each pair of a seed and a counter, int64.
+
+    ``seeds`` and ``counters`` are int64 of any shapes that broadcast; the return value has their shape.
+    """
     return _hash_tensor(_hash_tensor(seeds) + counters)
 
 

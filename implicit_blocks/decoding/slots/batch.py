@@ -160,28 +160,8 @@ class SlotBatch:
         else:
             state = self.model.initial_state(batch, max_seq_len=length)
         encoded = self._encode(ids_BL, state, options, window_length=window_length)
-        _commit_prompts(self, slots, encoded, length=length)
+        commit_prompts(self, slots, encoded, length=length)
         return encoded.solution
-
-    def encode_window(
-        self,
-        slot: int,
-        ids_1L: Tensor,
-        state: SequenceState,
-        *,
-        tolerance: float | None,
-        max_iterations: int | None,
-    ) -> Encoded:
-        """Solve a part of a slot's prompt after ``state``, and return it with the state after it.
-
-        ``commit_prompts`` stores the last part in the slot.
-        """
-        options = _limited(self, [slot], tolerance, max_iterations)
-        return self._encode(ids_1L, state, options, window_length=None)
-
-    def commit_prompts(self, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
-        """Store the states and outputs of prompts of this length, one per row, in their slots."""
-        _commit_prompts(self, slots, encoded, length=length)
 
     def _encode(
         self, ids_BL: Tensor, state: SequenceState, options: SearchOptions, *, window_length: int | None
@@ -284,23 +264,10 @@ class SlotBatch:
         places = self.places("choose", size)
         self.do("begin", size, lambda: self._begin(places))
 
-    def report(self, size: int) -> None:
-        """Report the slots' last tokens, and the searches before them."""
-        places = self.places("choose", size)
-        rows, search = places.rows_R, self.search
-        reported = (
-            self.tokens_S[rows],
-            search.iterations[rows],
-            search.residual[rows],
-            search.converged[rows],
-        )
-        for place, value in zip(places.report_4R, reported, strict=True):
-            place.copy_(value)
-
     def _begin(self, places: Places) -> None:
         rows, search = places.rows_R, self.search
         tokens = self.tokens_S[rows]
-        self.report(len(rows))
+        report_searches(self, len(rows))
         on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
         start = self.ends.begin(tokens, rows, self.lengths_S[rows], on)
         warm = self.options.warm_start and search.solver is not None
@@ -337,7 +304,7 @@ def _limited(
     return options
 
 
-def _commit_prompts(batch: SlotBatch, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
+def commit_prompts(batch: SlotBatch, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
     """Store the states and outputs of prompts, one per row, in their slots."""
     assert encoded.state is not None
     blocks, ends, every = batch.model.state_blocks(), batch.ends, batch.every_states()
@@ -427,3 +394,34 @@ def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:
     if solution.token_iterations is None:
         return {name: getattr(solution, name)[row] for name in names}
     return {name: getattr(solution, f"token_{name}")[row, -1] for name in names}
+
+
+def encode_window(
+    batch: SlotBatch,
+    slot: int,
+    ids_1L: Tensor,
+    state: SequenceState,
+    *,
+    tolerance: float | None,
+    max_iterations: int | None,
+) -> Encoded:
+    """Solve a part of a slot's prompt after ``state``, and return it with the state after it.
+
+    ``commit_prompts`` stores the last part in the slot.
+    """
+    options = _limited(batch, [slot], tolerance, max_iterations)
+    return batch._encode(ids_1L, state, options, window_length=None)
+
+
+def report_searches(batch: SlotBatch, size: int) -> None:
+    """Report the slots' last tokens, and the searches before them."""
+    places = batch.places("choose", size)
+    rows, search = places.rows_R, batch.search
+    reported = (
+        batch.tokens_S[rows],
+        search.iterations[rows],
+        search.residual[rows],
+        search.converged[rows],
+    )
+    for place, value in zip(places.report_4R, reported, strict=True):
+        place.copy_(value)

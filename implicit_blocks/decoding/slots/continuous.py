@@ -28,16 +28,14 @@ from implicit_blocks.decoding.prompts import (
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, tokens_in_flight
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
+from implicit_blocks.decoding.slots.steps import admit, choose, fly
 from implicit_blocks.decoding.slots.texts import (
     Chosen,
     Flown,
     NewToken,
     Request,
     Text,
-    alike,
     check_limits,
-    draw_in_flight,
-    draw_tokens,
     filled_up,
 )
 from implicit_blocks.decoding.slots.wavefront import Wavefront
@@ -254,12 +252,12 @@ class ContinuousDecoder:
         are read while the next call runs. The call after the end of a search commits its token, so that only
         the end of a text by a stop token is noticed late.
         """
-        self._admit()
+        admit(self)
         size = self._point()
         if not size:
             return self._collected()
         if self.wavefront is not None:
-            self._fly(self.wavefront, size)
+            fly(self, self.wavefront, size)
             return self._collected(before=self.calls if self.on_gpu else None)
         committing = [] if self.on_gpu else self._committing()
         before = self._done
@@ -269,7 +267,7 @@ class ContinuousDecoder:
             committing = self._committing(before)
         self.calls += 1
         self.rows_called += size
-        self._choose(committing)
+        choose(self, committing)
         return self._collected(before=self.calls if self.on_gpu else None)
 
     def _committing(self, done: AsyncHostCopy | None = None) -> list[int]:
@@ -297,65 +295,6 @@ class ContinuousDecoder:
 
     # ------------------------------------------------------------------------------------ tokens
 
-    def _admit(self) -> None:
-        """Solve queued prompts in free slots, those that are alike together; choose their first tokens."""
-        if self.prefill is not None:
-            self._admit_chunk(self.prefill)
-            return
-        while self.waiting:  # repeated if a text ends with its first token
-            free = [slot for slot, text in enumerate(self.texts) if text is None]
-            entering = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
-            if not entering:
-                return
-            for group in alike(entering):
-                for slot, text in group:
-                    self.texts[slot] = text
-                slots = [slot for slot, _ in group]
-                ids = torch.cat([text.ids for _, text in group])
-                request = group[0][1].request
-                solution = self.batch.encode(
-                    slots,
-                    ids,
-                    window_length=self.window_length,
-                    tolerance=request.tolerance,
-                    max_iterations=request.max_iterations,
-                )
-                if self.on_prompts is not None:
-                    self.on_prompts([text.number for _, text in group], solution)
-                self._choose(slots)
-
-    def _choose(self, slots: Sequence[int]) -> None:
-        """Choose the next token of slots whose last is committed, and start its search."""
-        if not slots:
-            return
-        size = next(size for size in self.buckets if size >= len(slots))
-        rows = filled_up(self.texts, slots, size)
-        texts = {rows.index(slot): text for slot in slots if (text := self.texts[slot]) is not None}
-        for place, text in texts.items():
-            text.begun = self.calls
-            if text.chosen + 1 == text.request.max_new_tokens:
-                self.texts[rows[place]] = None
-        on = [place in texts and self.texts[slot] is not None for place, slot in enumerate(rows)]
-        self.batch.point("choose", rows, [place in texts for place in range(size)], on)
-        self.batch.predict(size)
-        places = self.batch.places("choose", size)
-        draw_tokens(self.batch, places, texts)
-        if self.wavefront is None:
-            self.batch.begin(size)
-        else:
-            for place, text in texts.items():
-                request = text.request
-                length = text.ids.shape[1]
-                self.wavefront.enter(
-                    rows[place], prompt=length, count=request.max_new_tokens, seed=request.seed
-                )
-            self.batch.report(size)
-            self.wavefront.begin(places.rows_R, places.where_R & places.on_R)
-        logits = places.logits_RV.clone()
-        self._chosen.append(Chosen(self.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
-        for text in texts.values():
-            text.chosen += 1
-
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
         """Return the tokens chosen before this call, or all; end texts at stop tokens."""
         made: list[NewToken] = []
@@ -367,18 +306,6 @@ class ContinuousDecoder:
                     self._leave(slot)
         return made
 
-    def _admit_chunk(self, prefill: Prefill) -> None:
-        """Assign queued prompts to free slots, and solve one chunk of the first of them."""
-        entering = prefill.texts
-        for slot, text in enumerate(self.texts):
-            if text is None and slot not in entering and self.waiting:
-                prefill.enter(slot, self.waiting.popleft())
-        entering = prefill.texts
-        ready = prefill.step()
-        if ready is not None:
-            self.texts[ready] = entering[ready]
-            self._choose([ready])
-
     def _leave(self, slot: int) -> None:
         self.texts[slot] = None
         if self.prefill is not None:
@@ -386,16 +313,3 @@ class ContinuousDecoder:
         self.batch.leave(slot)
         if self.wavefront is not None:
             self.wavefront.leave(slot)
-
-    def _fly(self, wavefront: Wavefront, size: int) -> None:
-        """Call the map on all tokens in flight, and choose the tokens after them."""
-        rows_R = self.batch.places("step", size).rows_R
-        texts = {place: text for place, slot in enumerate(self._rows) if (text := self.texts[slot])}
-        wavefront.call(size)
-        draw_in_flight(wavefront, size, rows_R, texts)
-        wavefront.decide(size)
-        self.calls += 1
-        self.rows_called += size
-        results = wavefront.results(size)
-        report = AsyncHostCopy(results.report)
-        self._chosen.append(Flown(self.calls - 1, list(self._rows), texts, results.logits.clone(), report))

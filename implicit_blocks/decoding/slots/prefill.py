@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks._utils.validation import require_count
-from implicit_blocks.decoding.slots.batch import SlotBatch
+from implicit_blocks.decoding.slots.batch import SlotBatch, commit_prompts, encode_window
 from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.models.sequence_state import SequenceState
 
@@ -95,7 +95,8 @@ class Prefill:
         slot, (text, state) = next(iter(self._progress.items()))
         state = self._known(text) or state if state.length == 0 else state
         end = min(state.length + self.chunk, text.ids.shape[1])
-        encoded = self.batch.encode_window(
+        encoded = encode_window(
+            self.batch,
             slot,
             text.ids[:, state.length : end],
             state,
@@ -108,7 +109,7 @@ class Prefill:
             if self.cache.max_bytes:
                 self.cache.store(_key(text, end), encoded.state)
             return None
-        self.batch.commit_prompts([slot], encoded, length=end)
+        commit_prompts(self.batch, [slot], encoded, length=end)
         del self._progress[slot]
         return slot
 

@@ -148,7 +148,7 @@ class Wavefront:
     def decide(self, size: int) -> None:
         """Decide which tokens are solved, begin anew, begin or continue, given the chosen tokens."""
         rows_R = self.batch.places("step", size).rows_R
-        self.batch.do("decide", size, lambda: self._decide(rows_R, self.results(size)))
+        self.batch.do("decide", size, lambda: _decide(self, rows_R, self.results(size)))
 
     def _width(self, rows_R: Tensor) -> int:
         """Return the number of tokens of a call: all W if captured, else those in flight."""
@@ -181,7 +181,7 @@ class Wavefront:
         lowest = begun.lowest[..., None]  # the rule reads its type alone
         status = Status(lowest, lowest, lowest, lowest, lowest, begun.scale[..., None])
         residual, status = rule.residuals(status, z_RLC, fz_RLC)
-        further, state = self._propose(begun, fz_RLC, f)
+        further, state = _propose(self, begun, fz_RLC, f)
         self.flight.put(
             index,
             begun._replace(
@@ -255,17 +255,6 @@ class Wavefront:
             solver=state,
         )
 
-    def _propose(self, flight: Flight, fz_RLC: Tensor, f: BoundMap) -> tuple[Tensor, object]:
-        """Return the solver's next points, (R, L, C), and its state."""
-        shape = fz_RLC.shape
-
-        def call(z_EC: Tensor) -> Tensor:
-            return f.compute(z_EC.view(shape)).flatten(0, 1)
-
-        state = pytree.tree_map(lambda leaf: leaf.flatten(0, 1), flight.solver)
-        further, state = self.solver.update(flight.z.flatten(0, 1), fz_RLC.flatten(0, 1), state, call)
-        return further.view(shape), pytree.tree_map(lambda leaf: leaf.unflatten(0, shape[:2]), state)
-
     def _finish(
         self,
         value_RLC: Tensor,
@@ -298,97 +287,6 @@ class Wavefront:
         for each, layer in zip(states, after, strict=True):
             each.write(index, layer, commits_R > 0)
         return hidden
-
-    @torch.no_grad()
-    def _decide(self, rows_R: Tensor, results: Results) -> None:
-        batch, tokens, index = self.batch, self.tokens, self._index(rows_R)
-        stopping, limits = batch.search.stopping, batch.search.limits
-        assert stopping is not None
-        flight, count = self.flight.take(index, tokens), self.count_S[rows_R]
-        tolerance: float | Tensor = stopping.tolerance
-        most: int | Tensor = stopping.max_iterations
-        if limits is not None:
-            tolerance, most = (limit[rows_R, None] for limit in limits)
-        order = torch.arange(tokens, device=batch.device)
-        flying, done = order < count[:, None], flight.done
-        commits = done.sum(1)
-        head = (order == commits[:, None]) & flying
-        finite = flight.residual.isfinite()
-        # A successor that is in flight stays so if its own token is still the one chosen, and finite.
-        own = flight.residual.masked_fill(done, 0.0)
-        chosen = torch.where(done & flight.converged, flight.next, results.chosen)
-        before = torch.cat((chosen[:, :1], chosen[:, :-1]), 1)
-        stays = ((flight.tokens == before) & (finite | head | done)) | (order == 0)
-        stays = stays & ((order <= commits[:, None]) | ~(head & ~finite).any(1, keepdim=True))
-        stays = (stays & flying).cumprod(1).bool()
-        end = stays.sum(1)  # the number of tokens that stay in flight
-        deciding = own.cummax(1).values
-        solved = stays & ~done & (deciding <= tolerance)
-        # The head decides as in sequential decoding.
-        improved = head & (flight.residual < flight.lowest)
-        best = torch.where(improved[..., None], results.value, flight.best)
-        lowest = torch.where(improved, flight.residual, flight.lowest)
-        stops = head & stays & ~solved & (~finite | (flight.as_head >= most))
-        given_up, again = stops & flight.clean, stops & ~flight.clean
-        z = torch.where((stays & ~done)[..., None], results.following, flight.z)
-        z = torch.where(solved[..., None], results.value, z)
-        z = torch.where(given_up[..., None], best, z)
-        z = torch.where(z.sum(-1, keepdim=True).isfinite(), z, flight.z)
-        told = solved | (done & ~flight.converged)
-        for place, value in zip(
-            results.report,
-            (told, chosen, flight.iterations, torch.where(done, lowest, flight.residual), ~done),
-            strict=True,
-        ):
-            place.copy_(value)
-        flight = flight._replace(
-            z=z,
-            best=best,
-            lowest=lowest,
-            next=chosen,
-            fresh=again,
-            done=solved | given_up,
-            converged=solved,
-        )
-        self._advance(rows_R, index, flight, chosen, commits=commits, end=end, count=count, finite=finite)
-
-    def _advance(
-        self,
-        rows_R: Tensor,
-        index: Tensor | None,
-        flight: Flight,
-        chosen: Tensor,
-        *,
-        commits: Tensor,
-        end: Tensor,
-        count: Tensor,
-        finite: Tensor,
-    ) -> None:
-        """Move the windows past the committed tokens, and begin one token after those that stay."""
-        batch, tokens = self.batch, self.tokens
-        order = torch.arange(tokens, device=batch.device)
-        lengths = batch.lengths_S[rows_R]
-        last = (end - 1).clamp(min=0)[:, None]
-        usable = (finite | flight.done | (order < commits[:, None])).gather(1, last)[:, 0]
-        begins = (count > 0) & (end - commits < tokens) & (lengths + end < self.limit_S[rows_R]) & usable
-        token = chosen.gather(1, last)
-        if batch.captured is not None or bool(commits.any()):
-            flight = flight.moved(commits)
-        place = (end - commits)[:, None]
-        fresh = (order == place) & begins[:, None]
-        within = order < place
-        again_R = (flight.fresh & within).any(1)
-        flight = flight._replace(
-            tokens=torch.where(fresh, token, flight.tokens),
-            z=flight.z.masked_fill(~within[..., None], 0.0),
-            fresh=(flight.fresh & within) | fresh,
-            done=flight.done & within,
-        )
-        self.flight.put(index, flight)
-        self.count_S[rows_R] = end - commits + begins
-        batch.lengths_S[rows_R] = lengths + commits
-        anew = ((end < count) & begins).sum() + again_R.sum()
-        self.counts_3 += torch.stack((count.sum(), (count > 0).sum(), anew))
 
 
 def _like(mask_RL: Tensor, whole: Tensor) -> Tensor:
@@ -423,3 +321,108 @@ def _core(batch: SlotBatch, window: Window, inputs: Inputs, z_RLC: Tensor, index
         injection=model.injection,
         e_BLD=inputs.e_RLE,
     )
+
+
+def _propose(wavefront: Wavefront, flight: Flight, fz_RLC: Tensor, f: BoundMap) -> tuple[Tensor, object]:
+    """Return the solver's next points, (R, L, C), and its state."""
+    shape = fz_RLC.shape
+
+    def call(z_EC: Tensor) -> Tensor:
+        return f.compute(z_EC.view(shape)).flatten(0, 1)
+
+    state = pytree.tree_map(lambda leaf: leaf.flatten(0, 1), flight.solver)
+    further, state = wavefront.solver.update(flight.z.flatten(0, 1), fz_RLC.flatten(0, 1), state, call)
+    return further.view(shape), pytree.tree_map(lambda leaf: leaf.unflatten(0, shape[:2]), state)
+
+
+@torch.no_grad()
+def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
+    batch, tokens, index = wavefront.batch, wavefront.tokens, wavefront._index(rows_R)
+    stopping, limits = batch.search.stopping, batch.search.limits
+    assert stopping is not None
+    flight, count = wavefront.flight.take(index, tokens), wavefront.count_S[rows_R]
+    tolerance: float | Tensor = stopping.tolerance
+    most: int | Tensor = stopping.max_iterations
+    if limits is not None:
+        tolerance, most = (limit[rows_R, None] for limit in limits)
+    order = torch.arange(tokens, device=batch.device)
+    flying, done = order < count[:, None], flight.done
+    commits = done.sum(1)
+    head = (order == commits[:, None]) & flying
+    finite = flight.residual.isfinite()
+    # A successor that is in flight stays so if its own token is still the one chosen, and finite.
+    own = flight.residual.masked_fill(done, 0.0)
+    chosen = torch.where(done & flight.converged, flight.next, results.chosen)
+    before = torch.cat((chosen[:, :1], chosen[:, :-1]), 1)
+    stays = ((flight.tokens == before) & (finite | head | done)) | (order == 0)
+    stays = stays & ((order <= commits[:, None]) | ~(head & ~finite).any(1, keepdim=True))
+    stays = (stays & flying).cumprod(1).bool()
+    end = stays.sum(1)  # the number of tokens that stay in flight
+    deciding = own.cummax(1).values
+    solved = stays & ~done & (deciding <= tolerance)
+    # The head decides as in sequential decoding.
+    improved = head & (flight.residual < flight.lowest)
+    best = torch.where(improved[..., None], results.value, flight.best)
+    lowest = torch.where(improved, flight.residual, flight.lowest)
+    stops = head & stays & ~solved & (~finite | (flight.as_head >= most))
+    given_up, again = stops & flight.clean, stops & ~flight.clean
+    z = torch.where((stays & ~done)[..., None], results.following, flight.z)
+    z = torch.where(solved[..., None], results.value, z)
+    z = torch.where(given_up[..., None], best, z)
+    z = torch.where(z.sum(-1, keepdim=True).isfinite(), z, flight.z)
+    told = solved | (done & ~flight.converged)
+    for place, value in zip(
+        results.report,
+        (told, chosen, flight.iterations, torch.where(done, lowest, flight.residual), ~done),
+        strict=True,
+    ):
+        place.copy_(value)
+    flight = flight._replace(
+        z=z,
+        best=best,
+        lowest=lowest,
+        next=chosen,
+        fresh=again,
+        done=solved | given_up,
+        converged=solved,
+    )
+    _advance(wavefront, rows_R, index, flight, chosen, commits=commits, end=end, count=count, finite=finite)
+
+
+def _advance(
+    wavefront: Wavefront,
+    rows_R: Tensor,
+    index: Tensor | None,
+    flight: Flight,
+    chosen: Tensor,
+    *,
+    commits: Tensor,
+    end: Tensor,
+    count: Tensor,
+    finite: Tensor,
+) -> None:
+    """Move the windows past the committed tokens, and begin one token after those that stay."""
+    batch, tokens = wavefront.batch, wavefront.tokens
+    order = torch.arange(tokens, device=batch.device)
+    lengths = batch.lengths_S[rows_R]
+    last = (end - 1).clamp(min=0)[:, None]
+    usable = (finite | flight.done | (order < commits[:, None])).gather(1, last)[:, 0]
+    begins = (count > 0) & (end - commits < tokens) & (lengths + end < wavefront.limit_S[rows_R]) & usable
+    token = chosen.gather(1, last)
+    if batch.captured is not None or bool(commits.any()):
+        flight = flight.moved(commits)
+    place = (end - commits)[:, None]
+    fresh = (order == place) & begins[:, None]
+    within = order < place
+    again_R = (flight.fresh & within).any(1)
+    flight = flight._replace(
+        tokens=torch.where(fresh, token, flight.tokens),
+        z=flight.z.masked_fill(~within[..., None], 0.0),
+        fresh=(flight.fresh & within) | fresh,
+        done=flight.done & within,
+    )
+    wavefront.flight.put(index, flight)
+    wavefront.count_S[rows_R] = end - commits + begins
+    batch.lengths_S[rows_R] = lengths + commits
+    anew = ((end < count) & begins).sum() + again_R.sum()
+    wavefront.counts_3 += torch.stack((count.sum(), (count > 0).sum(), anew))

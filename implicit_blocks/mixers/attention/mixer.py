@@ -188,27 +188,7 @@ class Attention(Mixer):
         blocks = None
         if self.backend == "flex":
             blocks = window.once(("attention blocks", self.causal), lambda: _blocks(window, mask, causal))
-        return AttentionContext(cos, sin, mask, causal, blocks, self._ids(window))
-
-    def _ids(self, window: Window) -> Tensor | None:
-        """Return the token IDs that value embeddings need, checked where that is free of cost."""
-        if not self.needs_token_ids:
-            return None
-        ids = window.ids_BL
-        if ids is None:
-            raise ValueError(
-                "value_embeddings need the token IDs of the window, which are missing; give token IDs to the "
-                "model, or ids_BL to the Window"
-            )
-        rows = self.value_embedding.num_embeddings
-        # On a GPU the check would wait for the device; compilers and vmap have no values.
-        readable = ids.device.type == "cpu" and not torch.compiler.is_compiling() and not is_vmapped()
-        if readable and bool((ids >= rows).any()):
-            raise ValueError(
-                f"token ID {int(ids.max())} has no value embedding: the table has {rows} rows; set "
-                "value_embeddings to the size of the vocabulary"
-            )
-        return ids
+        return AttentionContext(cos, sin, mask, causal, blocks, _ids(self, window))
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
@@ -355,3 +335,24 @@ def _extend(buffer: Tensor, length: int, new: Tensor) -> Tensor:
         buffer[:, :, length:end] = new
         return buffer
     return new if length == 0 else torch.cat((buffer[:, :, :length], new), dim=2)
+
+
+def _ids(mixer: Attention, window: Window) -> Tensor | None:
+    """Return the token IDs that value embeddings need, checked where that is free of cost."""
+    if not mixer.needs_token_ids:
+        return None
+    ids = window.ids_BL
+    if ids is None:
+        raise ValueError(
+            "value_embeddings need the token IDs of the window, which are missing; give token IDs to the "
+            "model, or ids_BL to the Window"
+        )
+    rows = mixer.value_embedding.num_embeddings
+    # On a GPU the check would wait for the device; compilers and vmap have no values.
+    readable = ids.device.type == "cpu" and not torch.compiler.is_compiling() and not is_vmapped()
+    if readable and bool((ids >= rows).any()):
+        raise ValueError(
+            f"token ID {int(ids.max())} has no value embedding: the table has {rows} rows; set "
+            "value_embeddings to the size of the vocabulary"
+        )
+    return ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -173,14 +174,12 @@ class Mamba2(Mixer):
     ) -> tuple[Tensor, Mamba2State]:
         """Project and mix the window once; a second scan of its inputs gives the state."""
         gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
-        x, maps = self._convolve(conv_in, state, context)
-        y, _ = self._recur(x, dt, maps, state, context, return_final_state=False)
-        assert prefix.valid_BL is not None  # the real tokens are the first ones
-        dt = dt.where(prefix.valid_BL[:, :, None], 0.0)
-        _, h = self._recur(x, dt, maps, state, context, return_final_state=True)
+        y, h = self._scan(
+            gate, conv_in, dt, state, context, return_final_state=True, first_BL=prefix.valid_BL
+        )
         assert h is not None
         tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=prefix.last_taps_BW)
-        return self._output(y, x, gate), Mamba2Prefix(tail, h)
+        return y, Mamba2Prefix(tail, h)
 
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
@@ -188,7 +187,7 @@ class Mamba2(Mixer):
         """Return output, state and projection by the GPU's fused operator; None where it does not apply."""
         if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
             return None
-        if self._is_watched_or_strided():
+        if _is_watched_or_strided(self):
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
@@ -207,34 +206,17 @@ class Mamba2(Mixer):
             A_log_H=self.A_log,
             D_H=self.D,
             norm_weight_I=self.norm.weight,
-            sizes=self._sizes(),
+            sizes=_sizes(self),
             return_state=return_state,
             out_weight_DI=out_weight,
             out_bias_D=out_bias,
         )
         return mixed if last is not None else self.out_proj(mixed), h, projected
 
-    def _is_watched_or_strided(self) -> bool:
-        """Whether the norm has hooks or parameters are strided, which the fused operator ignores."""
-        if torch.compiler.is_compiling():
-            return False
-        small = (self.conv.weight, self.conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
-        return has_hooks(self.norm) or not all(t is None or t.is_contiguous() for t in small)
-
     def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
         if device.type != "cuda" or not plain or (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
             return False
-        return mamba2_mix.eligible(length, self.spec.d_conv, self._sizes())
-
-    def _sizes(self) -> mamba2_mix.Mamba2Sizes:
-        return mamba2_mix.Mamba2Sizes(
-            self.n_heads,
-            self.spec.head_dim,
-            self.spec.n_groups,
-            self.spec.d_state,
-            self.norm.groups,
-            self.norm.eps,
-        )
+        return mamba2_mix.eligible(length, self.spec.d_conv, _sizes(self))
 
     def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and dt, the real tokens first; padding contributes zeros."""
@@ -259,15 +241,10 @@ class Mamba2(Mixer):
         context: Mamba2Context,
         *,
         return_final_state: bool,
+        first_BL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        x, maps = self._convolve(conv_in, state, context)
-        y, h = self._recur(x, dt, maps, state, context, return_final_state=return_final_state)
-        return self._output(y, x, gate), h
-
-    def _convolve(
-        self, conv_in: Tensor, state: Mamba2State, context: Mamba2Context
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return x, (B, L, H, P), and the maps B and C, (B, L, G, N)."""
+        """Return the mixed window and, on request, h after it, or after its tokens ``first_BL``."""
+        batch, length, _ = conv_in.shape
         conv_out = causal_conv(
             conv_in,
             self.conv.weight,
@@ -280,37 +257,25 @@ class Mamba2(Mixer):
         )
         groups, maps = self.spec.n_groups, self.spec.n_groups * self.spec.d_state
         x, B, C = conv_out.split((self.d_inner, maps, maps), dim=-1)
-        x = x.view(*x.shape[:2], self.n_heads, self.spec.head_dim)
-        return x, (B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1)))
-
-    def _recur(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        maps: tuple[Tensor, Tensor],
-        state: Mamba2State,
-        context: Mamba2Context,
-        *,
-        return_final_state: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the scan's values, (B, L, H, P), and the final h."""
-        return ssd(
+        x = x.view(batch, length, self.n_heads, self.spec.head_dim)
+        scan = partial(
+            ssd,
             x,
-            dt,
-            -torch.exp(at_least_float32(self.A_log)),
-            *maps,
+            A_H=-torch.exp(at_least_float32(self.A_log)),
+            B_BLGN=B.unflatten(-1, (groups, -1)),
+            C_BLGN=C.unflatten(-1, (groups, -1)),
             initial_state_BHPN=None if context.begins else state.h_BHPN,  # skip the products with zeros
             chunk_size=self.spec.chunk_size,
             documents_BL=context.documents_BL,
             initial_document_B=context.initial_document_B,
-            return_final_state=return_final_state,
             backend=self.spec.backend,
         )
-
-    def _output(self, y: Tensor, x: Tensor, gate: Tensor) -> Tensor:
-        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).flatten(-2)
+        y, h = scan(dt, return_final_state=return_final_state and first_BL is None)
+        if first_BL is not None:
+            _, h = scan(dt.where(first_BL[:, :, None], 0.0), return_final_state=True)
+        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).reshape(batch, length, self.d_inner)
         out: Tensor = self.out_proj(self.norm(y * F.silu(gate)))
-        return out
+        return out, h
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""
@@ -334,3 +299,22 @@ def _context(window: Window, taps: int) -> Mamba2Context:
     if window.documents_BT is not None:
         around = DocumentsAround.of(window, taps=taps, real=real)
     return Mamba2Context(begins, valid, last, *around, order, inverse, window.u_rows_BL)
+
+
+def _is_watched_or_strided(mixer: Mamba2) -> bool:
+    """Whether the norm has hooks or parameters are strided, which the fused operator ignores."""
+    if torch.compiler.is_compiling():
+        return False
+    small = (mixer.conv.weight, mixer.conv.bias, mixer.dt_bias, mixer.A_log, mixer.D, mixer.norm.weight)
+    return has_hooks(mixer.norm) or not all(t is None or t.is_contiguous() for t in small)
+
+
+def _sizes(mixer: Mamba2) -> mamba2_mix.Mamba2Sizes:
+    return mamba2_mix.Mamba2Sizes(
+        mixer.n_heads,
+        mixer.spec.head_dim,
+        mixer.spec.n_groups,
+        mixer.spec.d_state,
+        mixer.norm.groups,
+        mixer.norm.eps,
+    )

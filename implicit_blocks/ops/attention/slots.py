@@ -75,7 +75,16 @@ def attend_slot_windows(
     """Attend from windows of L tokens that follow ``lengths_R`` tokens of each row's slot, (R, H, L, P).
 
     The keys and values of a window's own tokens are already in the slot, and each token attends up to its
-    own. Arguments as for ``attend_slots``.
+    own.
+
+    Args:
+        q_RHLP: the queries of each row's window.
+        keys_SKCP: keys of all slots, read in place.
+        values_SKCP: values of all slots.
+        rows_R: int64, the slots of the rows, all different; None: all slots in order.
+        lengths_R: int64, number of tokens before each window.
+        backend: ``each`` or ``masked``, as in ``attend_slots``; None: by device.
+
     """
     if backend is None:
         backend = "each" if q_RHLP.device.type == "cpu" else "masked"

@@ -1,0 +1,110 @@
+"""Parts of a step of continuous decoding: prompts enter slots, tokens are chosen, tokens fly.
+
+Shape legend: R slots of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
+from implicit_blocks.decoding.slots.batch import report_searches
+from implicit_blocks.decoding.slots.prefill import Prefill
+from implicit_blocks.decoding.slots.texts import Chosen, Flown, alike, draw_in_flight, draw_tokens, filled_up
+from implicit_blocks.decoding.slots.wavefront import Wavefront
+
+if TYPE_CHECKING:
+    from implicit_blocks.decoding.slots.continuous import ContinuousDecoder
+
+
+def admit(decoder: ContinuousDecoder) -> None:
+    """Solve queued prompts in free slots, those that are alike together; choose their first tokens."""
+    if decoder.prefill is not None:
+        _admit_chunk(decoder, decoder.prefill)
+        return
+    while decoder.waiting:  # repeated if a text ends with its first token
+        free = [slot for slot, text in enumerate(decoder.texts) if text is None]
+        entering = [(slot, decoder.waiting.popleft()) for slot in free[: len(decoder.waiting)]]
+        if not entering:
+            return
+        for group in alike(entering):
+            for slot, text in group:
+                decoder.texts[slot] = text
+            slots = [slot for slot, _ in group]
+            ids = torch.cat([text.ids for _, text in group])
+            request = group[0][1].request
+            solution = decoder.batch.encode(
+                slots,
+                ids,
+                window_length=decoder.window_length,
+                tolerance=request.tolerance,
+                max_iterations=request.max_iterations,
+            )
+            if decoder.on_prompts is not None:
+                decoder.on_prompts([text.number for _, text in group], solution)
+            choose(decoder, slots)
+
+
+def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
+    """Choose the next token of slots whose last is committed, and start its search."""
+    if not slots:
+        return
+    size = next(size for size in decoder.buckets if size >= len(slots))
+    rows = filled_up(decoder.texts, slots, size)
+    texts = {rows.index(slot): text for slot in slots if (text := decoder.texts[slot]) is not None}
+    for place, text in texts.items():
+        text.begun = decoder.calls
+        if text.chosen + 1 == text.request.max_new_tokens:
+            decoder.texts[rows[place]] = None
+    on = [place in texts and decoder.texts[slot] is not None for place, slot in enumerate(rows)]
+    decoder.batch.point("choose", rows, [place in texts for place in range(size)], on)
+    decoder.batch.predict(size)
+    places = decoder.batch.places("choose", size)
+    draw_tokens(decoder.batch, places, texts)
+    if decoder.wavefront is None:
+        decoder.batch.begin(size)
+    else:
+        for place, text in texts.items():
+            request = text.request
+            length = text.ids.shape[1]
+            decoder.wavefront.enter(
+                rows[place], prompt=length, count=request.max_new_tokens, seed=request.seed
+            )
+        report_searches(decoder.batch, size)
+        decoder.wavefront.begin(places.rows_R, places.where_R & places.on_R)
+    logits = places.logits_RV.clone()
+    decoder._chosen.append(Chosen(decoder.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
+    for text in texts.values():
+        text.chosen += 1
+
+
+def _admit_chunk(decoder: ContinuousDecoder, prefill: Prefill) -> None:
+    """Assign queued prompts to free slots, and solve one chunk of the first of them."""
+    entering = prefill.texts
+    for slot, text in enumerate(decoder.texts):
+        if text is None and slot not in entering and decoder.waiting:
+            prefill.enter(slot, decoder.waiting.popleft())
+    entering = prefill.texts
+    ready = prefill.step()
+    if ready is not None:
+        decoder.texts[ready] = entering[ready]
+        choose(decoder, [ready])
+
+
+def fly(decoder: ContinuousDecoder, wavefront: Wavefront, size: int) -> None:
+    """Call the map on all tokens in flight, and choose the tokens after them."""
+    rows_R = decoder.batch.places("step", size).rows_R
+    texts = {place: text for place, slot in enumerate(decoder._rows) if (text := decoder.texts[slot])}
+    wavefront.call(size)
+    draw_in_flight(wavefront, size, rows_R, texts)
+    wavefront.decide(size)
+    decoder.calls += 1
+    decoder.rows_called += size
+    results = wavefront.results(size)
+    report = AsyncHostCopy(results.report)
+    decoder._chosen.append(
+        Flown(decoder.calls - 1, list(decoder._rows), texts, results.logits.clone(), report)
+    )
