@@ -4,7 +4,10 @@ Evaluates a trained model on the benchmarks of the paper (or any other registere
 lm-eval, from local files, and writes ``results.json``, ``table.md`` and, if there are several points to plot,
 ``evaluation.png``.
 
-Exit codes: 0 success, 2 the request cannot be carried out (with a message), 130 interrupted.
+The results are written after every task. A task that cannot run does not end the evaluation of the others.
+
+Exit codes: 0 success, 1 some tasks could not be run (named at the end), 2 the request cannot be carried out
+(with a message), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks._utils.hints import without_torch
 from implicit_blocks._utils.programs import CommandParser
-from trainer.cli.exit_codes import INTERRUPTED, refuse, short_of_memory
+from trainer.cli.exit_codes import INTERRUPTED, LOST, refuse, short_of_memory
 from trainer.errors import DataError
 from trainer.evaluation.tasks import build_tasks, find_specs, require_packages
 from trainer.reporting.display import counted
@@ -228,7 +231,7 @@ def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
     """Evaluate, write the results, and append their directory to ``written``."""
     from implicit_blocks._utils.devices import device_name
     from trainer.evaluation.eval_model import longest_request
-    from trainer.evaluation.results import Record
+    from trainer.evaluation.results import RUNNING, Record
     from trainer.storage.run_folder import claim_folder
 
     for note in job.eval_model.notes:
@@ -240,7 +243,8 @@ def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
     _log(f"{job.eval_model.name}: {job.eval_model.weights} on {device_name(job.device)}")
     longest = longest_request(model)
     job = replace(job, sets=_fitting_sets(job.sets, longest, named=options.lengths is not None))
-    lm = _checked_lm(model, job, options, longest) if job.tasks else None
+    failed: dict[str, str] = {}
+    lm, job = _checked_lm(model, job, options, longest, failed) if job.tasks else (None, job)
     found: list[Scores] = []
     lengths: list[EvaluationResult] = []
     settings = {name: getattr(options, name) for name in _SETTINGS}
@@ -255,26 +259,45 @@ def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
             scores=found,
             lengths=lengths,
             incomplete=incomplete,
+            failed=failed,
         )
-        _log(f"\n{record.text()}")
-        output = job.output or claim_folder(job.eval_model.name, root=Path("evaluations"))
-        _log(f"written: {', '.join(map(str, record.write(output, samples=options.log_samples)))}")
-        written.append(output)
+        if not written:
+            written.append(job.output or claim_folder(job.eval_model.name, root=Path("evaluations")))
+        files = record.write(written[0], samples=options.log_samples)
+        if incomplete != RUNNING:
+            _log(f"\n{record.text()}")
+            _log(f"written: {', '.join(map(str, files))}")
 
     try:
-        _evaluate_all(model, lm, job, options, found=found, lengths=lengths)
+        _evaluate_all(
+            model, lm, job, options, found=found, lengths=lengths, failed=failed, write=lambda: write(RUNNING)
+        )
     except BaseException as error:  # finished results are kept after any error
         if found or lengths:
             write("interrupted by the user" if isinstance(error, KeyboardInterrupt) else str(error))
         raise
+    if failed and not (found or lengths):
+        listed = "".join(f"\n  {name}: {error}" for name, error in failed.items())
+        raise DataError(f"no task could be run:{listed}")
     write()
+    if failed:
+        return refuse(f"these tasks could not be run: {', '.join(failed)}", LOST)
     return 0
 
 
 def _checked_lm(
-    model: torch.nn.Module, job: _Job, options: argparse.Namespace, longest: int | None
-) -> HarnessLM:
-    """Return the model's lm-eval adapter, after checking the lengths of all requests."""
+    model: torch.nn.Module,
+    job: _Job,
+    options: argparse.Namespace,
+    longest: int | None,
+    failed: dict[str, str],
+) -> tuple[HarnessLM, _Job]:
+    """Return the model's lm-eval adapter, and the job without the tasks whose requests do not fit.
+
+    Raises:
+        DataError: no task fits.
+
+    """
     from trainer.evaluation.eval_model import as_transformers
     from trainer.evaluation.harness import HarnessLM
     from trainer.evaluation.scores import check_lengths
@@ -289,8 +312,19 @@ def _checked_lm(
         window=job.eval_model.length,
         precision=options.precision,
     )
-    check_lengths(lm, job.tasks, limit=options.limit, truncate=most is not None)
-    return lm
+    fitting: list[EvalTask] = []
+    for task in job.tasks:
+        try:
+            check_lengths(lm, [task], limit=options.limit, truncate=most is not None)
+        except DataError as error:
+            failed[task.name] = str(error)
+        else:
+            fitting.append(task)
+    if not fitting and not job.sets:
+        check_lengths(lm, job.tasks, limit=options.limit, truncate=most is not None)
+    for name, error_text in failed.items():
+        _log(f"WARNING: {name} is left out: {error_text}")
+    return lm, replace(job, tasks=fitting)
 
 
 def _evaluate_all(
@@ -301,6 +335,8 @@ def _evaluate_all(
     *,
     found: list[Scores],
     lengths: list[EvaluationResult],
+    failed: dict[str, str],
+    write: Callable[[], object],
 ) -> None:
     """Run all tasks and evaluate all lengths, appending results to ``found`` and ``lengths``."""
     from trainer.evaluation.evaluate import evaluate
@@ -311,7 +347,15 @@ def _evaluate_all(
         from trainer.evaluation.scores import run_tasks
 
         run_tasks(
-            lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_log, found=found
+            lm,
+            job.tasks,
+            budgets=budgets,
+            search=search,
+            limit=options.limit,
+            announce=_log,
+            found=found,
+            failed=failed,
+            on_result=write,
         )
     for budget in budgets:
         evaluate(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from implicit_blocks.checkpoints.folder import whole_folder
 from trainer.evaluation.eval_model import EvalModel
 from trainer.evaluation.evaluate import EvaluationResult
 from trainer.evaluation.plot import draw, panels
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from trainer.evaluation.scores import EvalTask, Scores
 
 FORMAT = 1
+RUNNING = "the evaluation is in progress, or was killed"
+"""``incomplete`` of results that are written while further tasks run."""
 _PACKAGES = ("lm_eval", "transformers", "tokenizers")
 
 
@@ -37,6 +38,8 @@ class Record:
     lengths: Sequence[EvaluationResult]
     incomplete: str | None = None
     """Why the evaluation ended early; None: it is complete."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """The errors of tasks that could not be run, by name."""
 
     def text(self) -> str:
         """Return the tables in Markdown."""
@@ -52,6 +55,7 @@ class Record:
             parts += [paper_table(self.scores), task_table(self.scores)]
         if self.lengths:
             parts.append(length_table(self.lengths))
+        parts += [f"FAILED: {name}: {error}" for name, error in self.failed.items()]
         return "\n\n".join(parts) + "\n"
 
     def as_row(self) -> dict[str, Any]:
@@ -64,6 +68,7 @@ class Record:
             "model": self.eval_model.spec.model_dump(mode="json"),
             "settings": dict(self.settings),
             "incomplete": self.incomplete,
+            "failed": dict(self.failed),
             "versions": {**versions(), **{p: version(p) for p in _PACKAGES if find_spec(p) is not None}},
             "files": {name: {"path": str(file), "sha256": sha256_of(file)} for name, file in files.items()},
             "results": [scores.as_row() for scores in self.scores],
@@ -71,24 +76,21 @@ class Record:
         }
 
     def write(self, folder: Path, *, samples: bool = False) -> list[Path]:
-        """Write the output directory atomically; return its files.
+        """Write the files of the output directory, each atomically, over those of earlier calls.
 
         Args:
-            folder: output directory, new or empty.
+            folder: output directory.
             samples: also write ``samples.jsonl``, the response to every item.
-
-        Raises:
-            ValueError: the directory is not empty.
 
         """
         drawn = panels(self.scores, self.lengths)
-        with whole_folder(folder) as place:
-            write_json(place / "results.json", json_value(self.as_row()))
-            write_atomically(place / "table.md", self.text())
-            if samples:
-                rows = (json_value(row) for scores in self.scores for row in scores.samples())
-                lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
-                write_atomically(place / "samples.jsonl", "".join(f"{line}\n" for line in lines))
-            if drawn and find_spec("matplotlib") is not None:
-                draw(drawn, place / "evaluation.png", title=self.eval_model.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "results.json", json_value(self.as_row()))
+        write_atomically(folder / "table.md", self.text())
+        if samples:
+            rows = (json_value(row) for scores in self.scores for row in scores.samples())
+            lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+            write_atomically(folder / "samples.jsonl", "".join(f"{line}\n" for line in lines))
+        if drawn and self.incomplete != RUNNING and find_spec("matplotlib") is not None:
+            draw(drawn, folder / "evaluation.png", title=self.eval_model.name)
         return sorted(folder.iterdir())

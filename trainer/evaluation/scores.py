@@ -115,8 +115,10 @@ def run_tasks(
     limit: int | None = None,
     announce: Callable[[str], None] = lambda text: None,
     found: list[Scores] | None = None,
+    failed: dict[str, str] | None = None,
+    on_result: Callable[[], object] = lambda: None,
 ) -> list[Scores]:
-    """Run every task at every budget.
+    """Run every task at every budget; a task that fails leaves the results of the others.
 
     Args:
         lm: the model.
@@ -126,6 +128,8 @@ def run_tasks(
         limit: only the first items of each task.
         announce: called with a message before and after each task.
         found: list to append the scores to as they arrive, so that they survive a failure; None: a new list.
+        failed: collects the error of each task that fails, by its name and budget; None: errors propagate.
+        on_result: called after every task that was scored.
 
     """
     found = [] if found is None else found
@@ -135,10 +139,18 @@ def run_tasks(
         for task in tasks:
             announce(_label(task.name, budget))
             lm.restart(search=given)
-            scores.append(_run_task(lm, task, limit=limit))
+            try:
+                scores.append(_run_task(lm, task, limit=limit))
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed[_label(task.name, budget)] = f"{type(error).__name__}: {error}"
+                announce(f"  FAILED: {type(error).__name__}: {error}")
+                continue
             if len(scores) == 1:
                 found.append(Scores(self_iterations=budget, tasks=scores))
             announce(f"  {_summary(scores[-1])}")
+            on_result()
     return found
 
 

@@ -39,7 +39,7 @@ def build_standard(spec: StandardTaskSpec, *, data: Path) -> Task:
 
 
 def build_harness_task(spec: HarnessTaskSpec, *, data: Path) -> Task:
-    """Build the task of an lm-eval YAML file; ``data`` is unused.
+    """Build a task of lm-eval by its YAML file or its name; ``data`` is unused.
 
     Raises:
         ValueError: the file defines no task, or several.
@@ -48,7 +48,8 @@ def build_harness_task(spec: HarnessTaskSpec, *, data: Path) -> Task:
     """
     path = spec.locate(data)
     try:
-        loaded = TaskManager(include_defaults=False).load([str(path)])["tasks"]
+        manager = TaskManager(include_defaults=path is None)
+        loaded = manager.load([spec.path if path is None else str(path)])["tasks"]
     except FileNotFoundError as error:
         raise ValueError(f"{path}: its data are missing: {error}") from None
     if len(loaded) != 1:

@@ -82,12 +82,23 @@ def _spec(name: str) -> NamedSpec:
     if kind.endswith((".yaml", ".yml")):
         return Path(kind).stem, HarnessTaskSpec(path=kind)
     known = registry.kinds("evaluation_task")
+    if kind not in known and _known_to_lm_eval(name):
+        return name, HarnessTaskSpec(path=name)
     if kind not in known:
         raise ValueError(
             f"{kind}: unknown evaluation task; {did_you_mean(kind, known)}{registry.absent_plugins()}"
         )
     spec = registry.entry("evaluation_task", kind).spec
     return kind, spec.model_validate({"path": path} if path else {})
+
+
+def _known_to_lm_eval(name: str) -> bool:
+    """Whether lm-eval has a task of this name; its data may have to be downloaded."""
+    if find_spec("lm_eval") is None:
+        return False
+    from lm_eval.tasks import TaskManager
+
+    return name in TaskManager().all_subtasks
 
 
 def _missing(specs: Sequence[NamedSpec], data: Path) -> list[str]:

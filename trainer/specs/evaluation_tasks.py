@@ -154,8 +154,17 @@ class BoolQSpec(StandardTaskSpec):
 
 
 class HarnessTaskSpec(EvaluationTaskSpec):
-    """Any lm-eval task, from its YAML file, which also determines where its items come from."""
+    """Any lm-eval task, by its name or its YAML file, which also determine where its items come from."""
 
     kind: Literal["lm_eval"] = "lm_eval"
     path: str
-    """YAML file of the task."""
+    """YAML file of the task, or its name in lm-eval."""
+
+    def locate(self, data: Path) -> Path | None:
+        """Return the YAML file, or None for a task of lm-eval.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+
+        """
+        return super().locate(data) if self.path.endswith((".yaml", ".yml")) else None

@@ -211,6 +211,15 @@ def test_any_task_of_lm_eval_by_its_file(tmp_path, write_lines):
     assert requests(task) == [("one and", " two")]
 
 
+def test_tasks_of_lm_eval_are_known_by_name(tmp_path):
+    from trainer.evaluation.tasks import find_specs
+
+    ((name, spec),) = find_specs(["wikitext"], data=tmp_path)
+    assert (name, spec.kind, spec.path, spec.locate(tmp_path)) == ("wikitext", "lm_eval", "wikitext", None)
+    with pytest.raises(ValueError, match="wikitxt: unknown evaluation task"):
+        find_specs(["wikitxt"], data=tmp_path)
+
+
 def test_the_real_files(shared_data):
     counts = dict(zip(KINDS, (5153, 10042, 1838, 2376, 1172, 1267, 500, 3270), strict=True))
     for kind, count in counts.items():
