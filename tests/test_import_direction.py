@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.experiments",),
     ("trainer",),
-    ("implicit_blocks", "implicit_blocks.__main__", "implicit_blocks.console"),
+    ("implicit_blocks", "implicit_blocks.__main__"),
     ("implicit_blocks.serving",),
     (
         "implicit_blocks.decoding",
