@@ -86,7 +86,7 @@ def generate(
             there. None: no limit.
         window_length: number of tokens per window in which the prompts are solved; None: one window.
         max_in_flight: maximum number of tokens of a row that are searched at the same time, as in
-            ``ContinuousDecoder``; 1 decodes them one after the other. None: chosen by the number of rows.
+            ``ContinuousDecoder``; None: 1, which decodes them one after the other.
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with each step as soon as it is generated.
         search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
@@ -174,7 +174,7 @@ class _Run:
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
-        in_flight = tokens_in_flight(max_in_flight, rows=batch, device=self.device)
+        in_flight = tokens_in_flight(max_in_flight)
         self.flies = in_flight > 1 and decodes_in_flight(
             model, self.search or SearchOptions(), asked=max_in_flight is not None
         )

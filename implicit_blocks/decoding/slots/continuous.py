@@ -78,9 +78,8 @@ class ContinuousDecoder:
         limits_per_request: accept requests with their own ``tolerance`` and ``max_iterations``. On a GPU the
             steps then run without the fused kernel of the search, which has one rule for all slots.
         max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
-            decoding); 1 decodes them one after the other. None: chosen by the room that ``max_batch_size``
-            leaves in a call (``tokens_in_flight``). Where a mixer or an option of the search does not support
-            it, tokens are decoded one after the other, with a line in the log.
+            decoding); None: 1, which decodes them one after the other. Where a mixer or an option of the
+            search does not support it, tokens are decoded one after the other, with a line in the log.
         prefill_chunk: number of tokens per step in which prompts are solved while texts are running; the
             memory of a prompt's search is then that of one chunk. None: whole prompts, between two steps.
         prefix_cache_bytes: size of a cache of the states after the chunks of prompts, in bytes: a prompt that
@@ -132,9 +131,7 @@ class ContinuousDecoder:
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
         options = SearchOptions(**search)
-        in_flight = tokens_in_flight(
-            max_in_flight, rows=max_batch_size, device=self.device, max_seq_len=max_seq_len
-        )
+        in_flight = tokens_in_flight(max_in_flight, max_seq_len=max_seq_len)
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,

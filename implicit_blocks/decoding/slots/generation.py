@@ -36,7 +36,7 @@ class SlotGeneration:
         stop_token_ids: tokens that end a row.
         pad_token: fills rows after their end.
         window_length: number of tokens per window of the prompts.
-        max_in_flight: maximum number of tokens of a row in flight; None: automatic.
+        max_in_flight: maximum number of tokens of a row in flight; None: 1.
         search: options of the searches that differ from the spec.
 
     """

@@ -1,12 +1,10 @@
-"""How many tokens of a text are in flight: by the room in a call, and where a model does not support any."""
+"""How many tokens of a text are in flight, and where a model does not support any."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
 from functools import cache
-
-import torch
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.exits import FixedExitSpec
@@ -17,24 +15,12 @@ from implicit_blocks.search.options import SearchOptions
 
 _LOG = logging.getLogger(__name__)
 
-MOST = 8
-"""The number of tokens in flight chosen automatically at most; trained models have 3 to 5 on average."""
-ROOM = {"cpu": 32, "cuda": 1}
-"""The number of tokens of all texts in one call, by device, up to which a call mostly reads the weights; more
-tokens then take hardly more time. 1 on a GPU, where the captured call has not been measured."""
 
-
-def tokens_in_flight(
-    asked: int | None, *, rows: int, device: torch.device, max_seq_len: int | None = None
-) -> int:
+def tokens_in_flight(asked: int | None, *, max_seq_len: int | None = None) -> int:
     """Return the maximum number of tokens in flight per text.
 
-    Automatically it is the room of the device divided by the number of rows, at most 8 and at least 1.
-
     Args:
-        asked: the number asked for; None: automatic.
-        rows: the number of texts that are decoded together.
-        device: of the model.
+        asked: the number asked for; None: 1, sequential decoding.
         max_seq_len: the room of a text in tokens; None: enough.
 
     Raises:
@@ -42,8 +28,7 @@ def tokens_in_flight(
 
     """
     if asked is None:
-        most = max(1, min(MOST, ROOM.get(device.type, 1) // rows))
-        return most if max_seq_len is None else min(most, max_seq_len)
+        return 1
     require_count("max_in_flight", asked)
     if max_seq_len is not None and asked > max_seq_len:
         raise ValueError(
