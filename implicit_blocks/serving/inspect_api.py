@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from implicit_blocks.decoding import ContinuousDecoder
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.bodies import MOST_TOKENS, read
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.language import Language
@@ -151,6 +152,9 @@ def add_inspections(
     async def inspect(request: Request) -> Response:
         body = read(InspectionBody, await read_body(request))
         served = find(body.model)
+        if not isinstance(served.model, LanguageModel):
+            message = f"{served.name} is a model of transformers, which does not search; choose another"
+            raise ApiError(400, message, param="model")
         others = running.setdefault(served.name, set())
         if len(others) >= MOST_INSPECTIONS:
             raise ApiError(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.decoding import ContinuousDecoder
 from implicit_blocks.models.explicit import ExplicitLM
 from implicit_blocks.models.implicit import ImplicitLM

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from implicit_blocks.decoding import NewToken, Request
+from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.inspect_api import InspectionJob, Inspections
@@ -112,7 +112,8 @@ class Worker:
                 if not self._receive():
                     break
                 self._score()
-                self.inspections.advance(self.decoder)
+                if isinstance(self.decoder, ContinuousDecoder):
+                    self.inspections.advance(self.decoder)
                 if self.decoder.busy:
                     self._made(self.decoder.step())
             except Exception as error:
