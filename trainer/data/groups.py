@@ -120,7 +120,7 @@ def group(definition: Definition) -> Algebra:
 
     """
     if isinstance(definition, Generators):
-        return _generated(definition.generators)
+        return _generated(definition)
     return _named_group(definition) if isinstance(definition, str) else _group_from_rows(definition)
 
 
@@ -209,7 +209,19 @@ def _composed(elements: npt.NDArray[np.int64]) -> Table:
 
 
 @lru_cache(maxsize=8)
-def _generated(generators: tuple[tuple[int, ...], ...]) -> Algebra:
+def _generated(definition: Generators) -> Algebra:
+    found = elements(definition)
+    return Algebra(f"a group of {len(found)} permutations", _composed(np.array(found, dtype=np.int64)), 0)
+
+
+def elements(definition: Generators) -> list[tuple[int, ...]]:
+    """Return the elements of a permutation group in lexicographic order; the identity is the first.
+
+    Raises:
+        ValueError: there are no generators, one is not a permutation, or they generate too many elements.
+
+    """
+    generators = definition.generators
     if not generators:
         raise ValueError("a group needs at least one generator, such as [1, 0, 2]")
     points = len(generators[0])
@@ -230,8 +242,7 @@ def _generated(generators: tuple[tuple[int, ...], ...]) -> Algebra:
                 f"the generators generate more than {MAX_ORDER} elements, too many for a composition table; "
                 "choose others"
             )
-    elements = np.array(sorted(found), dtype=np.int64)
-    return Algebra(f"a group of {len(found)} permutations", _composed(elements), 0)
+    return sorted(found)
 
 
 def _group_from_rows(rows: Sequence[Sequence[int]]) -> Algebra:

@@ -47,7 +47,7 @@ class Notation:
         return found
 
 
-def notation(group: groups.Definition, monoid: groups.Definition | None = None) -> Notation:
+def notation(group: groups.Definition, monoid: str | Sequence[Sequence[int]] | None = None) -> Notation:
     """Return the elements of a group, or of its product with a monoid.
 
     Raises:
@@ -85,6 +85,8 @@ def cycles(permutation: Permutation) -> str:
 
 
 def _permutations(definition: groups.Definition, group: groups.Algebra) -> list[Permutation]:
+    if isinstance(definition, groups.Generators):
+        return list(groups.elements(definition)) if len(definition.generators[0]) <= MAX_POINTS else []
     if not isinstance(definition, str):  # every group acts on itself from the left
         return [tuple(map(int, row)) for row in group.table] if group.order <= MAX_POINTS else []
     elements: list[Permutation] = [()]
