@@ -329,6 +329,6 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 if __name__ == "__main__":
-    from implicit_blocks import console
+    from implicit_blocks._utils import console
 
     sys.exit(console.main(script="python -m implicit_blocks"))

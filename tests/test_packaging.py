@@ -341,7 +341,7 @@ def test_the_wheel_contains_the_packages_and_the_zoo(tmp_path):
         str(path.relative_to(ROOT))
         for folder in ("implicit_blocks", "trainer", "zoo")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template", ".html"}
+        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template", ".html", ".css", ".js"}
     }
     assert held == expected
     assert any(name.endswith("licenses/LICENSE") for name in information)

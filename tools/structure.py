@@ -81,12 +81,12 @@ ROWS = (
     Row("step.files", "training step of python -m trainer: files entered", bar=43, target=36),
     Row("build.files", "spec name to built model: files entered", bar=33, target=18),
     Row("build.changes", "spec name to built model: changes of file", bar=88),
-    Row("token.files", "generated token: files entered", bar=28, target=22),
+    Row("token.files", "generated token: files entered", bar=29, target=22),
     Row("circles.module", "import circles at module level", bar=0, target=0),
     Row("circles.runtime", "import circles at run time", bar=0, target=0),
     Row("class.implicit_blocks", "longest class of implicit_blocks, lines", bar=200, target=200),
     Row("class.trainer", "longest class of trainer, lines", bar=200),
-    Row("lines", "lines of Python in implicit_blocks, trainer, plugins", bar=68_000),
+    Row("lines", "lines of Python in implicit_blocks, trainer, plugins", bar=75_000),
     Row("long_files", f"Python files over {MAX_LINES} lines", bar=0, target=0),
 )
 

@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None, *, script: str = SCRIPT) -> int
         print(_help(script))
         return 0 if given else 2
     if name == "--version":
-        from implicit_blocks import __version__
-
-        print(f"implicit_blocks {__version__}")
+        print(f"implicit_blocks {import_module('implicit_blocks').__version__}")
         return 0
     if name not in {**TRAINER, **LIBRARY}:
         from implicit_blocks._utils.hints import did_you_mean

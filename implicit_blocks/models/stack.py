@@ -97,14 +97,11 @@ class Block(nn.Module):
     def advance(
         self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext, *prefix: Any
     ) -> tuple[Stream, State]:
-        """Return the residual stream after the layer, and the state after the window.
-
-        Given the mixer's context ``prefix``, the state is that after the first tokens of each row.
-        """
+        """Return the stream after the layer, and the state after the window or its ``prefix`` of each row."""
         z = stream.joined()
         advance = self.mixer.advance_prefix if prefix else self.mixer.advance
-        advanced = advance(_normed(self.mixer_norm, z), u_BLU, state, context.mixer, *prefix)
-        mixed, after = mixed_and_state(self.mixer, advanced)
+        made = advance(_normed(self.mixer_norm, z), u_BLU, state, context.mixer, *prefix)
+        mixed, after = mixed_and_state(self.mixer, made)
         return self._add(z, mixed, context), after
 
     def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Stream:
@@ -483,8 +480,7 @@ def mixed_and_state(mixer: Mixer, returned: Any) -> tuple[Any, Any]:
             f"advance returned {described(returned)}; return a tuple of the mixed window and the state "
             "after it",
         )
-    mixed, state = returned
-    return mixed, state
+    return returned[0], returned[1]
 
 
 def _check_mixed(mixer: Mixer, mixed: Any, z_BLD: Tensor) -> None:

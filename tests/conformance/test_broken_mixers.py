@@ -107,6 +107,11 @@ class Faulty(ib.Mixer):
         both = self.advance(z, u, state, context)
         return both if self.fault in ("no state", "two from forward") else both[0]
 
+    def advance_prefix(self, z, u, state, context, prefix):
+        if self.fault == "commits the whole window":
+            return self.advance(z, u, state, context)
+        return super().advance_prefix(z, u, state, context, prefix)
+
     def advance(self, z, u, state, context):
         if self.fault == "type":
             z = z @ torch.eye(self.d_model, dtype=torch.float64).to(self.a.dtype)
@@ -202,6 +207,7 @@ BREAKS = {
     "slots in order": ("slots", "slots", "call 2"),
     "writes all slots": ("slots", "slots", "call 3: the token after 3 others in slot 0"),
     "used slots": ("slots", "slots", "call 6: the token after 3 others in slot 1"),
+    "commits the whole window": ("slot_windows", "slot windows", "check gather, advance_prefix and write"),
     "detached": ("gradients", "gradients", "direction of a"),
     "detached state": ("gradients", "gradients", "advance, in windows"),
     "type": ("low_precision", "low precision", "it raised RuntimeError"),

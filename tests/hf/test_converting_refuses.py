@@ -212,7 +212,7 @@ def test_a_spec_is_exported_with_new_or_given_weights(tmp_path, capsys):
     spec.write_text(SPEC)
     assert main(["export", str(spec), str(tmp_path / "fresh"), "--seed", "3"]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "fresh")
-    assert model.config.max_position_embeddings == 64
+    assert model.config.training_length == 64
     torch.manual_seed(3)
     expected = ib.build(model.config.model_spec)
     assert torch.equal(model.model.lm.embedding.weight, expected.embedding.weight)

@@ -147,7 +147,7 @@ def test_the_command_prints_the_next_steps(empty, capsys):
     message = capsys.readouterr().out
     for command in (
         "python -m pip install -e 'deep/er/folder[test]'",
-        "python -m trainer --spec word_problem_s3_acme_thing",
+        "implicit-blocks train --spec word_problem_s3_acme_thing",
         "python -m pytest deep/er/folder",
     ):
         assert command in message

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import implicit_blocks.__main__
-from implicit_blocks import console
+from implicit_blocks._utils import console
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "pydantic", "transformers", "matplotlib", "trainer")
-SCRIPT = "import sys; from implicit_blocks.console import main; sys.exit(main())"
+SCRIPT = "import sys; from implicit_blocks._utils.console import main; sys.exit(main())"
 
 
 def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_distribution_installs_the_script() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {console.SCRIPT: "implicit_blocks.console:main"}
+    assert project["scripts"] == {console.SCRIPT: "implicit_blocks._utils.console:main"}
 
 
 def test_the_script_has_every_command_of_the_library_with_its_summary() -> None:
@@ -48,7 +48,7 @@ def test_the_script_has_every_command_of_the_library_with_its_summary() -> None:
 
 def test_the_list_of_commands_imports_no_library() -> None:
     show = f"print(set({HEAVY!r}) & sys.modules.keys())"
-    code = f"import sys; from implicit_blocks.console import main; main(['--help']); {show}"
+    code = f"import sys; from implicit_blocks._utils.console import main; main(['--help']); {show}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
     for command in (*console.TRAINER, *console.LIBRARY):

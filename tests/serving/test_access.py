@@ -91,5 +91,6 @@ def test_the_page_loads_nothing_from_elsewhere(server):
     page = server.request("GET", "/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
+    text = page.body.replace(b"http://www.w3.org/2000/svg", b"")  # a name, not an address
     for mark in (b"http://", b"https://", b"//cdn", b"src=", b"@import"):
-        assert mark not in page.body
+        assert mark not in text

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from implicit_blocks import registry
+from implicit_blocks._utils.console import LIBRARY, TRAINER
 from implicit_blocks._utils.hints import did_you_mean, nearest
 from implicit_blocks._utils.synonyms import _SAME, PLACES
-from implicit_blocks.console import LIBRARY, TRAINER
 from implicit_blocks.specs import SpecError, load_spec
 from implicit_blocks.specs.schema import run_schema
 

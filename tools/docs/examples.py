@@ -324,7 +324,7 @@ def _start(words: list[str]) -> Any:
             mock.patch.object(sys, "path", [str(Path(words[0]).parent), *sys.path]),
         ):
             return runpy.run_path(words[0], run_name="__main__")
-    name = "implicit_blocks.console" if words[1] == "implicit_blocks" else words[1]
+    name = "implicit_blocks._utils.console" if words[1] == "implicit_blocks" else words[1]
     found = importlib.util.find_spec(name)
     assert found is not None, f"no module named {name}"
     module = importlib.import_module(f"{name}.__main__" if found.submodule_search_locations else name)

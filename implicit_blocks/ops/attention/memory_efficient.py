@@ -26,7 +26,7 @@ def _attend(
     except NotImplementedError as error:  # for instance if it was built for another version of torch
         raise ValueError(
             f"attention backend 'xformers' has no kernel for these inputs ({error}); choose another one. If "
-            "it has none for any, its wheel may lack libcudart.so.12: install nvidia-cuda-runtime-cu12, and "
+            "it has none at all, its wheel may lack libcudart.so.12: install nvidia-cuda-runtime-cu12, and "
             "add the package's nvidia/cuda_runtime/lib to LD_LIBRARY_PATH (XFORMERS_MORE_DETAILS=1 shows why)"
         ) from error
     return y.transpose(1, 2)

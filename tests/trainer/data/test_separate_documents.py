@@ -14,7 +14,7 @@ import implicit_blocks as ib
 from trainer.data.source import IGNORED
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize
 from trainer.data.tokenizing.documents import find_sources
-from trainer.data.tokens import TokenData
+from trainer.data.tokens import TokenData, positions_in_epochs
 
 END = 256
 
@@ -37,7 +37,7 @@ def in_order(data: TokenData) -> dict[int, tuple[list[int], list[int], list[int]
     """Give inputs, labels and documents of an epoch by the place of the sample in the files."""
     batch = data.batch(0, data.samples)
     assert batch.documents is not None
-    order = data._order(0, data.samples)
+    order = positions_in_epochs(0, data.samples, samples=data.samples, seed=0)
     rows = zip(batch.inputs.tolist(), batch.labels.tolist(), batch.documents.tolist(), strict=True)
     return dict(sorted(zip(order, rows, strict=True)))
 
