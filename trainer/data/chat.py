@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer.data.chat_rows import ChatRows, Scoring
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range, sets_by_length
 from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
 from trainer.data.tokens import positions_in_epochs
 
@@ -108,26 +108,22 @@ class ChatData(DataSource):
 
         Without held-out conversations there are no sets.
         """
-        if self._validation_path is None:
+        path = self._validation_path
+        if path is None:
             return {}
-        check_same_tokenizer(self.files, open_tokens(self._validation_path))
-        sets = {}
-        for length in evaluation.lengths or (self.length,):
-            source = ChatData(
-                self._validation_path,
+        check_same_tokenizer(self.files, open_tokens(path))
+
+        def held_out(length: int) -> ChatData:
+            return ChatData(
+                path,
                 length=length,
                 seed=evaluation.seed,
                 vocab_size=self._limit,
                 packing=self._packing,
                 check_sums=self._check_sums,
             )
-            sets[f"L{length}"] = EvaluationSet(
-                name=f"L{length}",
-                source=source,
-                sequences=min(evaluation.sequences, source.samples),
-                settings={"length": length},
-            )
-        return sets
+
+        return sets_by_length(evaluation.lengths or (self.length,), evaluation.sequences, held_out)
 
 
 def build(spec: ChatSpec, *, seed: int = 0, vocab_size: int | None = None) -> ChatData:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.data.random_tokens import random_words
-from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
+from trainer.data.source import Batch, EndlessSource, EvaluationSet, check_range, sets_by_length
 
 if TYPE_CHECKING:
     from trainer.specs.run import EvaluationSpec
@@ -72,7 +72,7 @@ class Task(ABC):
         """
 
 
-class GeneratedData(DataSource):
+class GeneratedData(EndlessSource):
     """An endless stream of a task's sequences.
 
     Args:
@@ -86,23 +86,14 @@ class GeneratedData(DataSource):
     def __init__(
         self, task: Task, *, length: int, seed: int, fixed_length: bool = False, _domain: int = TRAINING
     ) -> None:
-        self._task, self._length, self._fixed_length = task, length, fixed_length
+        super().__init__(length=length)
+        self._task, self._fixed_length = task, fixed_length
         self._key = seed, _domain
 
     @property
     def vocab_size(self) -> int:
         """Number of token IDs."""
         return self._task.vocab_size
-
-    @property
-    def length(self) -> int:
-        """Tokens per sequence."""
-        return self._length
-
-    @property
-    def samples(self) -> None:
-        """None: the stream is endless."""
-        return None
 
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`."""
@@ -131,18 +122,14 @@ class GeneratedData(DataSource):
             raise ValueError(
                 f"evaluation.lengths is {list(lengths)}, but all boards have {self._length} cells; remove it"
             )
-        return {
-            f"L{length}": EvaluationSet(
-                name=f"L{length}",
-                source=GeneratedData(
-                    self._task,
-                    length=length,
-                    seed=evaluation.seed,
-                    fixed_length=self._fixed_length,
-                    _domain=EVALUATION,
-                ),
-                sequences=evaluation.sequences,
-                settings={"length": length},
+
+        def held_out(length: int) -> GeneratedData:
+            return GeneratedData(
+                self._task,
+                length=length,
+                seed=evaluation.seed,
+                fixed_length=self._fixed_length,
+                _domain=EVALUATION,
             )
-            for length in lengths
-        }
+
+        return sets_by_length(lengths, evaluation.sequences, held_out)

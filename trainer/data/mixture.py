@@ -20,7 +20,7 @@ from torch import Tensor
 from implicit_blocks import registry
 from trainer.data.apportionment import BLOCK, apportion
 from trainer.data.permutation import permute
-from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
+from trainer.data.source import Batch, DataSource, EndlessSource, EvaluationSet, check_range
 
 if TYPE_CHECKING:
     from trainer.specs.data import MixtureSpec
@@ -38,8 +38,8 @@ class Part:
     weight: float
 
 
-class Mixture(DataSource):
-    """Samples of several sources.
+class Mixture(EndlessSource):
+    """Samples of several sources, each of which continues with its own next epoch.
 
     Args:
         parts: the sources, all of the same length.
@@ -54,9 +54,10 @@ class Mixture(DataSource):
         lengths = sorted({part.source.length for part in parts})
         if len(lengths) != 1:
             raise ValueError(f"the sources of a mixture must have the same length, got {lengths}")
+        super().__init__(length=lengths[0])
         self.parts = tuple(parts)
         self.concurrent = all(part.source.concurrent for part in parts)
-        self._length, self._seed = lengths[0], seed
+        self._seed = seed
         self._quotas = np.array(apportion([part.weight for part in parts]), dtype=np.int64)
         self._block = lru_cache(maxsize=4)(self._deal)
 
@@ -66,16 +67,6 @@ class Mixture(DataSource):
         sizes = [part.source.vocab_size for part in self.parts]
         known = [size for size in sizes if size is not None]
         return max(known) if len(known) == len(sizes) else None
-
-    @property
-    def length(self) -> int:
-        """Tokens per sequence."""
-        return self._length
-
-    @property
-    def samples(self) -> None:
-        """None: each source continues with its own next epoch."""
-        return None
 
     def origin(self, position: int) -> tuple[int, int]:
         """Return which source provides the sample at a position, and the sample's position in that source."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +127,28 @@ class DataSource(ABC):
         """
 
 
+class EndlessSource(DataSource):
+    """Base of the sources without epochs.
+
+    Args:
+        length: tokens per sequence.
+
+    """
+
+    def __init__(self, *, length: int) -> None:
+        self._length = length
+
+    @property
+    def length(self) -> int:
+        """Tokens per sequence."""
+        return self._length
+
+    @property
+    def samples(self) -> None:
+        """None: there are no epochs."""
+        return None
+
+
 def take(source: DataSource, position: int, count: int) -> Batch:
     """Return ``source.batch(position, count)`` after checking its shapes and types.
 
@@ -181,6 +203,26 @@ class EvaluationSet:
         first, count = rank_share(self.sequences, rank=rank, world_size=world_size)
         for start in range(first, first + count, batch_size):
             yield take(self.source, start, min(batch_size, first + count - start))
+
+
+def sets_by_length(
+    lengths: Sequence[int], sequences: int, open_source: Callable[[int], DataSource]
+) -> dict[str, EvaluationSet]:
+    """Return one evaluation set per length, named like ``L2048``.
+
+    Args:
+        lengths: tokens per sequence.
+        sequences: size of each set; a source with fewer samples is used completely.
+        open_source: returns the source of sequences of a length.
+
+    """
+    sets = {}
+    for length in lengths:
+        source = open_source(length)
+        count = sequences if source.samples is None else min(sequences, source.samples)
+        name = f"L{length}"
+        sets[name] = EvaluationSet(name=name, source=source, sequences=count, settings={"length": length})
+    return sets
 
 
 def rank_share(count: int, *, rank: int, world_size: int) -> tuple[int, int]:

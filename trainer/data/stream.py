@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.data.describing import check_vocabulary
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
+from trainer.data.source import IGNORED, Batch, EndlessSource, EvaluationSet, check_range
 from trainer.data.tokenizing.reading import load_dataset
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer
 from trainer.data.tokens import TokenData
@@ -41,7 +41,7 @@ class ApproximateResumeWarning(UserWarning):
     """Resuming a run on a stream is not exact."""
 
 
-class StreamData(DataSource):
+class StreamData(EndlessSource):
     """Samples of a streamed dataset.
 
     Args:
@@ -70,27 +70,18 @@ class StreamData(DataSource):
         documents: Documents = "ignore",
         validation: TokenData | None = None,
     ) -> None:
+        super().__init__(length=length)
         self._name, self._text_field = name, text_field
         if shuffle_buffer:
             dataset = dataset.shuffle(seed=seed, buffer_size=shuffle_buffer)
         self._dataset, self._tokenizer = dataset, tokenizer
-        self._length, self._documents, self._validation = length, documents, validation
+        self._documents, self._validation = documents, validation
         self._restart()
 
     @property
     def vocab_size(self) -> int:
         """Vocabulary size of the tokenizer."""
         return self._tokenizer.vocab_size
-
-    @property
-    def length(self) -> int:
-        """Tokens per sequence."""
-        return self._length
-
-    @property
-    def samples(self) -> None:
-        """None: the size of the stream is unknown."""
-        return None
 
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`; jumps take time, and large jumps are approximate.

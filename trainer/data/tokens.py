@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.data.permutation import permute
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range, sets_by_length
 from trainer.data.token_files import TokenDtype, write_tokens
 from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
 
@@ -144,13 +144,14 @@ class TokenData(DataSource):
 
         Without validation tokens there are no sets.
         """
-        if self._validation_path is None:
+        path = self._validation_path
+        if path is None:
             return {}
-        check_same_tokenizer(self.files, open_tokens(self._validation_path, dtype=self._dtype))
-        sets = {}
-        for length in evaluation.lengths or (self._length,):
-            source = TokenData(
-                self._validation_path,
+        check_same_tokenizer(self.files, open_tokens(path, dtype=self._dtype))
+
+        def held_out(length: int) -> TokenData:
+            return TokenData(
+                path,
                 length=length,
                 dtype=self._dtype,
                 seed=evaluation.seed,
@@ -158,13 +159,8 @@ class TokenData(DataSource):
                 documents=self._documents,
                 check_sums=self._check_sums,
             )
-            sets[f"L{length}"] = EvaluationSet(
-                name=f"L{length}",
-                source=source,
-                sequences=min(evaluation.sequences, source.samples),
-                settings={"length": length},
-            )
-        return sets
+
+        return sets_by_length(evaluation.lengths or (self._length,), evaluation.sequences, held_out)
 
     def _range(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._samples:

@@ -22,10 +22,11 @@ import torch
 
 from trainer.data import groups
 from trainer.data.describing import check_vocabulary
+from trainer.data.generated import BLOCK, EVALUATION, TRAINING
 from trainer.data.prefix_products import PrefixProducts
 from trainer.data.published_order import PublishedSequence, draw
 from trainer.data.random_tokens import Categorical
-from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
+from trainer.data.source import Batch, EndlessSource, EvaluationSet, check_range
 
 if TYPE_CHECKING:
     from trainer.specs.data import WordProblemSpec
@@ -35,10 +36,6 @@ DrawOrder = Literal["fast", "published"]
 Sequences = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels, (B, L), of the same integer type."""
 
-BLOCK = 128
-"""Sequences drawn together in the fast order: block b of a stream covers positions [128·b, 128·(b + 1))."""
-
-_TRAINING, _EVALUATION = 0, 1
 _JOINT_LIMIT = 1024  # maximum order for a joint table of G × M: 8 MB, and half the look-ups of two tables
 _DTYPES = {torch.uint8: 8, torch.int16: 15, torch.int32: 31, torch.int64: 63}
 
@@ -149,7 +146,7 @@ class WordProblem:
             )
             return self._compose(tokens, dtype=dtype)
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
-        return self._fast(0, n, length, key=(seed, _TRAINING), dtype=dtype)
+        return self._fast(0, n, length, key=(seed, TRAINING), dtype=dtype)
 
     def _probabilities(self) -> list[Fraction]:
         p = Fraction(self.identity_probability)  # exact: a float is a dyadic fraction
@@ -207,7 +204,7 @@ class WordProblem:
             into_BL[:] = (of_group(group_LB) * self._monoid_order + of_monoid(monoid_LB)).T
 
 
-class WordProblemStream(DataSource):
+class WordProblemStream(EndlessSource):
     """An endless, reproducible stream of a word problem's sequences at numbered positions.
 
     Fast order: position i is in block ``i // 128``, whose random numbers are Philox's for the key (seed,
@@ -227,12 +224,12 @@ class WordProblemStream(DataSource):
 
     """
 
-    def __init__(self, problem: WordProblem, *, length: int, seed: int, _domain: int = _TRAINING) -> None:
+    def __init__(self, problem: WordProblem, *, length: int, seed: int, _domain: int = TRAINING) -> None:
         _check_length(length)
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
+        super().__init__(length=length)
         self.problem = problem
-        self._length = length
         self._key = seed, _domain
         self._published: PublishedSequence | None = None
         if problem.draw_order == "published":
@@ -248,16 +245,6 @@ class WordProblemStream(DataSource):
     def vocab_size(self) -> int:
         """Number of tokens, |G|·|M|."""
         return self.problem.vocab_size
-
-    @property
-    def length(self) -> int:
-        """Tokens per sequence."""
-        return self._length
-
-    @property
-    def samples(self) -> None:
-        """None: the stream is endless."""
-        return None
 
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`."""
@@ -292,7 +279,7 @@ class WordProblemStream(DataSource):
                 sets[name] = EvaluationSet(
                     name=name,
                     source=WordProblemStream(
-                        problem, length=length, seed=evaluation.seed, _domain=_EVALUATION
+                        problem, length=length, seed=evaluation.seed, _domain=EVALUATION
                     ),
                     sequences=evaluation.sequences,
                     settings={"identity_probability": p, "length": length},
