@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -23,19 +23,29 @@ StateTrackingTask = Literal[
     "board",
 ]
 
-SIZES: Mapping[str, tuple[int, int, int]] = {
-    "parity": (2, 2, 64),
-    "even_pairs": (2, 2, 64),
-    "cycle_navigation": (5, 3, 64),
-    "modular_arithmetic": (5, 3, 31),
-    "flip_flop": (2, 2, 64),
-    "dyck": (8, 1, 64),
-    "stack": (2, 2, 64),
-    "automaton": (8, 3, 64),
-    "code_trace": (5, 2, 16),
-    "board": (4, 4, 8),
+
+class TaskSize(NamedTuple):
+    """Sizes n of a task, and its number of tokens and labels."""
+
+    default: int
+    smallest: int
+    largest: int
+    vocab_size: Callable[[int], int]
+
+
+SIZES: Mapping[str, TaskSize] = {
+    "parity": TaskSize(2, 2, 64, lambda n: n),
+    "even_pairs": TaskSize(2, 2, 64, lambda n: n),
+    "cycle_navigation": TaskSize(5, 3, 64, lambda n: n),
+    "modular_arithmetic": TaskSize(5, 3, 31, lambda n: 3 * n),
+    "flip_flop": TaskSize(2, 2, 64, lambda n: 2 * n + 1),
+    "dyck": TaskSize(8, 1, 64, lambda n: 4),
+    "stack": TaskSize(2, 2, 64, lambda n: n + 1),
+    "automaton": TaskSize(8, 3, 64, lambda n: n),
+    "code_trace": TaskSize(5, 2, 16, lambda n: 6 * n + 2 * n * n),
+    "board": TaskSize(4, 4, 8, lambda n: n**4 + n**2),
 }
-"""Size of each task: default, smallest, largest."""
+"""Sizes of each task."""
 
 MAX_POOL = 1_000_000
 
@@ -57,24 +67,12 @@ class StateTrackingSpec(DataSpec):
     @property
     def states(self) -> int:
         """The size, or the task's default."""
-        return SIZES[self.name][0] if self.size is None else self.size
+        return SIZES[self.name].default if self.size is None else self.size
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens and labels of the task."""
-        n = self.states
-        return {
-            "parity": max(2, n),
-            "even_pairs": max(2, n),
-            "cycle_navigation": max(3, n),
-            "modular_arithmetic": 3 * n,
-            "flip_flop": 2 * n + 1,
-            "dyck": 4,
-            "stack": n + 1,
-            "automaton": max(3, n),
-            "code_trace": 6 * n + 2 * n * n,
-            "board": n**4 + n**2,
-        }[self.name]
+        return SIZES[self.name].vocab_size(self.states)
 
     @property
     def task(self) -> str:
@@ -87,9 +85,9 @@ class StateTrackingSpec(DataSpec):
 
     @model_validator(mode="after")
     def _size_fits(self) -> Self:
-        _, least, most = SIZES[self.name]
-        if not least <= self.states <= most:
-            message = f"{self.name} has sizes from {least} to {most}, not {self.size}"
+        sizes = SIZES[self.name]
+        if not sizes.smallest <= self.states <= sizes.largest:
+            message = f"{self.name} has sizes from {sizes.smallest} to {sizes.largest}, not {self.size}"
             raise field_error(message, "size", value=self.size)
         return self
 

@@ -125,7 +125,7 @@ def test_pieces_move_legally_and_answers_describe_the_board():
 
 @pytest.mark.parametrize("name", SIZES)
 def test_tokens_and_labels_are_in_the_vocabulary(name):
-    default, least, _ = SIZES[name]
+    default, least, *_ = SIZES[name]
     for size in {default, least}:
         spec = StateTrackingSpec(name=name, size=size, seq_len=50)
         batch = ib.build(spec).batch(0, 256)

@@ -148,8 +148,8 @@ def _files(
     solve: Callable[[Sequence[int]], Puzzle],
     cells: int,
 ) -> list[list[Puzzle]]:
-    if spec.path is None or spec.validation_path is None:
-        raise ValueError("data.path has no data.validation_path beside it; name a file of held-out boards")
+    assert spec.path is not None
+    assert spec.validation_path is not None  # the spec requires both or none
     paths = (spec.path, spec.validation_path)
     return [
         read_boards(Path(path), symbols=symbols, solve=solve, cells=cells, limit=count)
