@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+
+def add_checkpoint(made: argparse.ArgumentParser) -> None:
+    """Add the trained model."""
+    made.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="RUN",
+        help="a run directory, or one of its checkpoints",
+    )
 
 
 def add_device(made: argparse.ArgumentParser) -> None:

@@ -5,20 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.experiments.common.options import add_device, add_evaluation_size
+from trainer.experiments.common.options import add_checkpoint, add_device, add_evaluation_size
 
 HELP = "compare sequential and simultaneous evaluation of a trained model over tolerances"
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="RUN",
-        help="a run directory, or one of its checkpoints",
-    )
+    add_checkpoint(made)
     made.add_argument(
         "--tolerances",
         type=float,

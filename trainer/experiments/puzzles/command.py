@@ -5,20 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.experiments.common.options import add_device
+from trainer.experiments.common.options import add_checkpoint, add_device
 
 HELP = "solve puzzles with more iterations and more starts, from one trained model"
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="RUN",
-        help="a run directory, or one of its checkpoints",
-    )
+    add_checkpoint(made)
     made.add_argument(
         "--iterations",
         type=int,
