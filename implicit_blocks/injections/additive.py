@@ -22,8 +22,6 @@ class _SameWidth(Injection):
         spec: the kind's spec.
         d_model: D.
         core_width: C, equal to D.
-        projected: not used.
-        norm_eps: not used.
 
     """
 
@@ -33,8 +31,7 @@ class _SameWidth(Injection):
         *,
         d_model: int,
         core_width: int,
-        projected: int | None = None,
-        norm_eps: float = 1e-5,
+        **_: object,
     ) -> None:
         super().__init__()
         spec.check(d_model, core_width)
@@ -77,8 +74,6 @@ class Residual(_SameWidth):
         spec: the gate's initial value.
         d_model: D.
         core_width: C, equal to D.
-        projected: not used.
-        norm_eps: not used.
 
     """
 
@@ -88,8 +83,7 @@ class Residual(_SameWidth):
         *,
         d_model: int,
         core_width: int,
-        projected: int | None = None,
-        norm_eps: float = 1e-5,
+        **_: object,
     ) -> None:
         super().__init__(spec, d_model=d_model, core_width=core_width)
         self.gate_init = spec.gate_init

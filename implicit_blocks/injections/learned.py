@@ -24,8 +24,6 @@ class Concat(Injection):
         spec: whether there is a bias.
         d_model: D.
         core_width: C.
-        projected: not used.
-        norm_eps: not used.
 
     """
 
@@ -35,8 +33,7 @@ class Concat(Injection):
         *,
         d_model: int,
         core_width: int,
-        projected: int | None = None,
-        norm_eps: float = 1e-5,
+        **_: object,
     ) -> None:
         super().__init__()
         self.proj = Linear(core_width + d_model, core_width, bias=spec.bias)
@@ -57,8 +54,6 @@ class Diagonal(Injection):
         spec: the initial decay.
         d_model: D.
         core_width: C.
-        projected: not used.
-        norm_eps: not used.
 
     """
 
@@ -68,8 +63,7 @@ class Diagonal(Injection):
         *,
         d_model: int,
         core_width: int,
-        projected: int | None = None,
-        norm_eps: float = 1e-5,
+        **_: object,
     ) -> None:
         super().__init__()
         self.decay = spec.decay
