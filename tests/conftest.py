@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,60 @@ def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(run, "draw", lambda runs, path: None)
         yield
+
+
+class PythonServer:
+    """Runs Python programs in processes of their own that need not import torch; see ``python_server.py``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("python_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        environment: Mapping[str, str] = os.environ,
+        warnings: str = "default",
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``python ARGUMENTS`` and return its exit code and output."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        outputs = {name: self._folder / name for name in ("stdout", "stderr")}
+        order = {
+            "arguments": list(arguments),
+            "cwd": str(cwd),
+            "env": dict(environment),
+            "warnings": warnings,
+            "timeout": 120,
+            **{name: str(path) for name, path in outputs.items()},
+        }
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        return subprocess.CompletedProcess(
+            arguments, code, **{name: path.read_text(encoding="utf-8") for name, path in outputs.items()}
+        )
+
+    def close(self) -> None:
+        """End the server."""
+        with self._process:
+            self._process.kill()
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonServer]:
+    """Return a server that starts Python programs cheaply."""
+    server = PythonServer(tmp_path_factory.mktemp("python"))
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -117,25 +117,17 @@ def test_the_plugin_passes_its_own_tests(empty, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_installed_plugin_is_listed_and_trains_from_yaml(empty, family):
+def test_the_installed_plugin_is_listed_and_trains_from_yaml(empty, family, python):
     folder = create_plugin("acme_thing", family=family)
     environment = installed(folder, empty / "site")
     small = ["training.max_steps=2", "training.batch_size=4", "evaluation.sequences=4"]
     small += ["evaluation.lengths=[32]", "evaluation.batch_size=4"]
-    for arguments in (
-        ["implicit_blocks", "list"],
-        ["trainer", "--spec", "word_problem_s3_acme_thing", "--output", "run", *small],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-m", *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+    listing = ["-m", "implicit_blocks", "list"]
+    training = ["-m", "trainer", "--spec", "word_problem_s3_acme_thing", "--output", "run", *small]
+    for arguments in (listing, training):
+        done = python.run(arguments, cwd=empty, environment=environment, warnings="error")
         assert done.returncode == 0, done.stderr
-        if arguments[-1] == "list":
+        if arguments is listing:
             row = next(line for line in done.stdout.splitlines() if "acme_thing" in line).split()
             assert row[:4] == [family, "acme_thing", "implicit-blocks-acme-thing", "0.1.0"]
     records = [json.loads(line) for line in Path("run", "metrics.jsonl").read_text().splitlines()]

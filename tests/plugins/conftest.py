@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,28 +39,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(site: Path, tmp_path: Path) -> Run:
+def run(site: Path, tmp_path: Path, python: Any) -> Run:
     """Run ``python …`` with the distributions installed; ``plugins`` sets the variable that selects them.
 
     Warnings are errors by default.
     """
 
-    def start(
-        *arguments: str, plugins: str | None = None, warnings: str = "error"
-    ) -> subprocess.CompletedProcess[str]:
+    def start(*arguments: str, plugins: str | None = None, warnings: str = "error") -> Any:
         path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment.pop("IMPLICIT_BLOCKS_PLUGINS", None)
         if plugins is not None:
             environment["IMPLICIT_BLOCKS_PLUGINS"] = plugins
-        return subprocess.run(
-            [sys.executable, "-W", warnings, *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        return python.run(arguments, cwd=tmp_path, environment=environment, warnings=warnings)
 
     return start
