@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import struct
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -260,26 +257,16 @@ def test_a_full_disk_is_reported(tmp_path, error):
 
 
 @pytest.mark.parametrize("to", ["transformers", "published"])
-def test_converting_to_a_full_disk(folder, to):
+def test_converting_to_a_full_disk(folder, to, capsys):
     """A file size limit of 2 KB acts like a full disk for every writer."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "implicit_blocks",
-            "convert",
-            str(folder),
-            str(folder.parent / "out"),
-            "--to",
-            to,
-        ],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048)),
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "out cannot be written (" in done.stderr
-    assert "Traceback" not in done.stderr
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+    try:
+        code = main(["convert", str(folder), str(folder.parent / "out"), "--to", to])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "out cannot be written (" in message
     assert not (folder.parent / "out").exists()
