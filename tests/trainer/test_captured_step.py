@@ -26,6 +26,7 @@ SMALL = {
 EXPLICIT = Recipe(**SMALL, layers=(0, 2, 0))
 LOOPED = Recipe(**SMALL, layers=(1, 1, 1), loops=3)
 LATE = Recipe(**SMALL, layers=(1, 1, 1), loops=3, gradient_loops=2, loops_from=0.5)
+END = Recipe(**SMALL, layers=(1, 1, 1), loops=2, end_loops=4, end_from=0.6, gate=0.5)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def losses_of_the_loop(recipe: Recipe, tokens: Path, folder: Path) -> list[float
     return [row["loss"] for row in read_metrics(RunFolder(folder).metrics.path)]
 
 
-@pytest.mark.parametrize("recipe", [EXPLICIT, LOOPED, LATE], ids=lambda recipe: recipe.shape)
+@pytest.mark.parametrize("recipe", [EXPLICIT, LOOPED, LATE, END], ids=lambda recipe: recipe.shape)
 def test_losses_equal_those_of_the_training_loop(recipe, tokens, tmp_path):
     expected = losses_of_the_loop(recipe, tokens, tmp_path / "run")
     one = trained(recipe, tokens)
@@ -70,6 +71,24 @@ def test_runs_side_by_side_equal_runs_alone(tokens):
     )
     assert missing == []
     assert found == {one.name: trained(one, tokens).step.losses().tolist() for one in recipes}
+
+
+def test_runs_train_while_another_is_evaluated(tokens):
+    recipes = [EXPLICIT, LOOPED]
+    progress: dict[str, int] = {}
+    running: list[Trained] = []
+
+    def end(one: Trained) -> None:
+        running.append(one)
+        with torch.no_grad():
+            one.meanwhile()
+        progress[one.planned.name] = one.step.done
+
+    queue = [Planned(one.name, spec_of(one, tokens), 1.0) for one in recipes]
+    assert train_side_by_side(queue, device=CPU, on_end=end, at_once=3) == []
+    for recipe, one in zip(recipes, sorted(running, key=lambda one: one.planned.name), strict=True):
+        assert progress[recipe.name] == one.total
+        assert one.step.losses().tolist() == trained(recipe, tokens).step.losses().tolist()
 
 
 def test_a_step_that_is_not_finite_changes_no_weight(tokens):

@@ -10,8 +10,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class Trained:
     """Why the run ended before its last step; None: it did not."""
     seconds: float = 0.0
     samples: int = 0
+    meanwhile: Callable[[], object] = lambda: None
+    """Launches steps of the other runs; for calls while this one is evaluated, so that they do not wait."""
     _waiting: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     _phases: list[Phase] = field(init=False)
     _phase: int = 0
@@ -208,6 +211,7 @@ def train_side_by_side(
                 active.remove(one)
                 clock.ended += _work(one)
                 one.seconds = time.monotonic() - one.began
+                one.meanwhile = partial(_advance_ready, tuple(active), clock)
                 on_end(one)
                 moved = True
         if not moved:
@@ -216,6 +220,14 @@ def train_side_by_side(
         one.step.synchronize()
         log(f"{one.planned.name}: given up after {one.step.done} of {one.total} steps, the time is over")
     return [*missing, *(one.planned.name for one in active), *(one.name for one in waiting)]
+
+
+@torch.enable_grad()
+def _advance_ready(runs: Sequence[Trained], clock: _Clock) -> None:
+    """Launch steps of the runs whose streams have room; gradients are recorded also within ``no_grad``."""
+    for one in runs:
+        if one.ready() and not one.finished and clock.left > 0:
+            one.advance()
 
 
 class _Clock:

@@ -34,8 +34,14 @@ class Recipe:
     """Number of loops, the last ones, that are differentiated; None: all."""
     loops_from: float = 0.0
     """Share of the steps before which the core is run once."""
+    end_loops: int = 0
+    """Loops of the last part of the steps, of which as many as before are differentiated; 0: no such part."""
+    end_from: float = 0.9
+    """Share of the steps after which that part begins."""
     injection: str = "residual"
     """How the prelude's output enters the core."""
+    gate: float | None = None
+    """Initial value of the gate of the residual injection; None: no gate."""
     width: int = 256
     learning_rate: float
     weight_decay: float
@@ -58,11 +64,18 @@ class Recipe:
             raise ValueError(f"layers is {self.layers}; give prelude, core (at least 1) and coda")
         if not self.loops and (prelude or coda):
             raise ValueError(f"an explicit model has layers (0, n, 0), not {self.layers}; or set loops")
+        if self.gate is not None and (not self.loops or self.injection != "residual"):
+            raise ValueError(f"gate is {self.gate}, and only injection 'residual' of a looped model has one")
         for name in ("learning_rate", "petaflops", "share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
         if not 0 <= self.loops_from < 1 or (self.loops_from and self.loops < 2):
             raise ValueError(f"loops_from is {self.loops_from}; give a share below 1, for 2 loops or more")
+        if self.end_loops and not (self.loops and self.loops_from < self.end_from < 1):
+            raise ValueError(
+                f"end_loops is {self.end_loops} from {self.end_from}; give a looped model, and a share "
+                f"between loops_from, {self.loops_from}, and 1"
+            )
 
     @property
     def side(self) -> Literal["explicit", "implicit"]:
@@ -77,7 +90,9 @@ class Recipe:
         late = f" from {self.loops_from:.0%}" if self.loops_from else ""
         kind = "" if self.injection == "residual" else f" {self.injection}"
         last = "" if self.gradient_loops is None else f", gradient of {self.gradient_loops}"
-        return f"{'-'.join(map(str, self.layers))}{kind}, {self.loops} loops{late}{last}"
+        end = f", {self.end_loops} from {self.end_from:.0%}" if self.end_loops else ""
+        gate = "" if self.gate is None else f", gate {self.gate:g}"
+        return f"{'-'.join(map(str, self.layers))}{kind}, {self.loops} loops{late}{end}{last}{gate}"
 
     @property
     def name(self) -> str:
@@ -88,6 +103,8 @@ class Recipe:
             parts.append(self.injection)
             parts += [] if self.gradient_loops is None else [f"k{self.gradient_loops}"]
             parts += [f"from{self.loops_from:g}"] if self.loops_from else []
+            parts += [f"end{self.end_loops}from{self.end_from:g}"] if self.end_loops else []
+            parts += [] if self.gate is None else [f"gate{self.gate:g}"]
         parts += ["wn"] if self.weight_norm else []
         parts += [] if self.qk_norm or self.family == "mamba2" else ["plain"]
         parts += [f"lr{self.learning_rate:g}", f"wd{self.weight_decay:g}", f"{self.petaflops:g}pf"]
@@ -154,9 +171,12 @@ def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
     phases: list[dict[str, Any]] = []
     if recipe.loops:
         last = recipe.gradient_loops
+        injection: dict[str, Any] = {"kind": recipe.injection}
+        if recipe.gate is not None:
+            injection["gate_init"] = recipe.gate
         model |= {
             "kind": "implicit_lm",
-            "injection": {"kind": recipe.injection},
+            "injection": injection,
             "depth": {"kind": "fixed", "loops": recipe.loops},
             "gradient": {"kind": "last_loops", "loops": last},
             "stopping": {"tolerance": 1e-3, "max_iterations": 32},
@@ -165,7 +185,13 @@ def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
         model |= {name: {"n_layers": n} for name, n in (("prelude", prelude), ("coda", coda)) if n}
         if recipe.loops_from:
             once = {"depth": {"kind": "fixed", "loops": 1}}
-            phases = [{"name": "once", "until": recipe.loops_from, "model": once}, {"name": "looped"}]
+            phases = [{"name": "once", "until": recipe.loops_from, "model": once}]
+        if recipe.end_loops:
+            end = {"depth": {"loops": recipe.end_loops}, "gradient": {"loops": last or recipe.loops}}
+            phases.append({"name": "looped", "until": recipe.end_from})
+            phases.append({"name": "end", "model": end})
+        elif phases:
+            phases.append({"name": "looped"})
     return {
         "kind": "run",
         "model": model,
