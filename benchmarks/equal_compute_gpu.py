@@ -3,8 +3,9 @@
     python benchmarks/equal_compute_gpu.py RUNS.json --data DIR --report DIR --output DIR --seconds 500
 
 RUNS.json is a list of recipes (`trainer.experiments.equal_compute.recipes.Recipe`), the most important
-first, or the name of a list of this file: llama, mamba2, tiny. Finished runs, which have a result file in the
-output folder, are skipped. Without a GPU it runs on the CPU, to test the program, not to measure.
+first, or the name of a list of this file (`plans`), such as llama, mamba2 and tiny. Finished runs, which have
+a result file in the output folder, are skipped. Without a GPU it runs on the CPU, to test the program, not to
+measure.
 """
 
 from __future__ import annotations
@@ -22,65 +23,121 @@ BEGAN = time.monotonic()
 ENDING = 20.0
 """Seconds kept for the evaluation of the runs that end last."""
 
-LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 3.0, "learning_rate": 2e-3}
-MAMBA2: dict[str, Any] = {"family": "mamba2", "petaflops": 0.75, "learning_rate": 2e-3}
+LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 3.0, "learning_rate": 2e-3, "weight_decay": 1.5}
+MAMBA2: dict[str, Any] = {"family": "mamba2", "petaflops": 0.75, "learning_rate": 2e-3, "weight_decay": 2.0}
 FOUR: dict[str, Any] = {"layers": [0, 4, 0]}
 EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
+TWELVE: dict[str, Any] = {"layers": [0, 12, 0]}
 RESIDUAL: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3}
+TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
+LATE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "loops_from": 0.75}
+END: dict[str, Any] = {"end_loops": 8, "end_from": 0.8}
+"""A last part of the steps with more loops, so that more loops in evaluation change nothing."""
+GATE: dict[str, Any] = {"gate": 0.5}
+
+Shapes = Sequence[dict[str, Any]]
 
 
 def plans() -> dict[str, list[dict[str, Any]]]:
     """Return the lists of runs by name, the most informative runs first."""
-    equal = [FOUR, RESIDUAL]  # equal parameters; EIGHT has the same FLOPs per token as RESIDUAL
-    first = [{**LLAMA, **shape, "weight_decay": 1.5} for shape in (*equal, EIGHT)]
-    first += [{**LLAMA, **shape, "weight_decay": decay} for decay in (3.0, 0.75) for shape in equal]
-    first += [{**LLAMA, **shape, "weight_decay": 1.5, "share": 0.6} for shape in (FOUR, EIGHT, RESIDUAL)]
-    first += [{**LLAMA, **shape, "weight_decay": 1.5, "seed": 1} for shape in (RESIDUAL, FOUR, EIGHT)]
-    first += [{**LLAMA, **EIGHT, "weight_decay": decay} for decay in (3.0, 0.75)]
-    looped: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
-    shapes: tuple[dict[str, Any], ...] = (EIGHT, looped, {"layers": [0, 12, 0]})
-    mamba2 = [{**MAMBA2, **shape, "weight_decay": 2.0} for shape in shapes]
-    mamba2 += [{**MAMBA2, **shape, "weight_decay": decay} for decay in (1.0, 4.0) for shape in shapes]
-    mamba2 += [{**MAMBA2, **shape, "weight_decay": 2.0, "share": 0.6} for shape in shapes]
-    mamba2 += [{**MAMBA2, **shape, "weight_decay": 2.0, "seed": 1} for shape in shapes]
     tiny = {
         "petaflops": 2e-5, "learning_rate": 4e-3, "width": 64, "batch_size": 4, "length": 64,
         "precision": "float32", "weight_decay": 1.5,
     }  # fmt: skip
-    shapes = ({"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3})
+    small: Shapes = ({"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3})
     return {
-        "llama": first,
-        "mamba2": mamba2,
-        "tiny": [{**tiny, **shape, "family": family} for family in ("llama", "mamba2") for shape in shapes],
+        "llama": _llama(),
+        "llama_next": _llama_next(),
+        "llama_seeds": _llama_seeds(),
+        "mamba2": _mamba2(),
+        "fresh_llama": _fresh(
+            {**LLAMA, "petaflops": 0.44, "weight_decay": 0.3}, (EIGHT, FOUR, RESIDUAL, LATE)
+        ),
+        "fresh_mamba2": _fresh(
+            {**MAMBA2, "petaflops": 0.35, "weight_decay": 0.3, "learning_rate": 4e-3},
+            (EIGHT, TWELVE, TWICE, LATE),
+        ),
+        "tiny": [{**tiny, **shape, "family": family} for family in ("llama", "mamba2") for shape in small],
     }
+
+
+def _llama() -> list[dict[str, Any]]:
+    """Equal text, about 4 M tokens: weight decay, share of the budget, and a second seed."""
+    equal = (FOUR, RESIDUAL)  # equal parameters; EIGHT has the same FLOPs per token as RESIDUAL
+    runs = [{**LLAMA, **shape} for shape in (*equal, EIGHT)]
+    runs += [{**LLAMA, **shape, "weight_decay": decay} for decay in (3.0, 0.75) for shape in equal]
+    runs += [{**LLAMA, **shape, "share": 0.6} for shape in (FOUR, EIGHT, RESIDUAL)]
+    runs += [{**LLAMA, **shape, "seed": 1} for shape in (RESIDUAL, FOUR, EIGHT)]
+    return runs + [{**LLAMA, **EIGHT, "weight_decay": decay} for decay in (3.0, 0.75)]
+
+
+def _llama_next() -> list[dict[str, Any]]:
+    """Points beside the best ones of the first list, and what makes searches converge."""
+    low = {**LLAMA, "weight_decay": 0.75}
+    runs = [{**low, **EIGHT}, {**low, **RESIDUAL, **END}, {**low, **RESIDUAL, **END, **GATE}]
+    return [*runs, {**low, **FOUR, "share": 0.6}, {**LLAMA, **FOUR, "share": 0.36}]
+
+
+def _llama_seeds() -> list[dict[str, Any]]:
+    """Further seeds of the sides, each with its recipe."""
+    looped = {**LLAMA, **RESIDUAL, **END, "weight_decay": 0.75}
+    sides: Shapes = (looped, {**LLAMA, **FOUR, "share": 0.6}, {**LLAMA, **EIGHT})
+    return [{**side, "seed": seed} for seed in (1, 2, 3, 4, 5) for side in sides]
+
+
+def _mamba2() -> list[dict[str, Any]]:
+    """Equal text, about 2 M tokens: depth, convergence, weight decay, seeds, and the rest of the grid."""
+    shapes: Shapes = (EIGHT, {**TWICE, **END}, TWELVE)
+    runs = [{**MAMBA2, **shape} for shape in (*shapes, TWICE, {**LATE, **END})]
+    runs += [{**MAMBA2, **shape, "weight_decay": 1.0} for shape in shapes]
+    runs += [{**MAMBA2, **shape, "seed": seed} for seed in (1, 2) for shape in shapes]
+    runs += [{**MAMBA2, **shape, "share": 0.6} for shape in shapes]
+    runs += [{**MAMBA2, **shape, "seed": 3} for shape in shapes]
+    runs += [{**MAMBA2, **shape, "weight_decay": 4.0} for shape in shapes]
+    return runs + [{**MAMBA2, **shape, "learning_rate": 4e-3, "weight_decay": 1.0} for shape in shapes]
+
+
+def _fresh(base: dict[str, Any], shapes: Shapes) -> list[dict[str, Any]]:
+    """Each token once: about 12 M tokens for the shallowest model."""
+    rate = base["learning_rate"]
+    runs = [{**base, **shape} for shape in shapes]
+    runs += [{**base, **shape, "learning_rate": other} for other in (2 * rate, rate / 2) for shape in shapes]
+    return runs + [{**base, **shape, "seed": seed} for seed in (1, 2, 3) for shape in shapes]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return a short table of results, the best on the chosen text first."""
     lines = [
         f"{'run':<58} {'M':>5} {'PFLOP':>6} {'epochs':>6} {'choice':>7} {'report':>7} "
-        f"{'@16':>7} {'conv32':>6} {'s':>5}"
+        f"{'@16':>7} {'conv32':>6} {'8x/1x':>6} {'s':>5}"
     ]
     rows = [row for row in rows if row["measured"] is not None]
     for row in sorted(rows, key=lambda row: (row["recipe"]["family"], row["measured"]["choice"]["loss"])):
         measured = row["measured"]
         at16 = next((one["perplexity"] for one in measured.get("loops", []) if one["loops"] == 16), None)
-        met = next(
-            (
-                one["token_converged"]
-                for one in measured.get("fixed_point", [])
-                if one["max_iterations"] == 32
-            ),
-            None,
-        )
+        points = [one for one in measured.get("fixed_point", []) if one["max_iterations"] == 32]
+        best = max(points, key=lambda one: one["token_converged"] or 0.0, default=None)
+        met = None if best is None else best["token_converged"]
+        long = [one["perplexity"] for one in measured.get("lengths", [])]
         lines.append(
             f"{row['name'][:58]:<58} {row['parameters'] / 1e6:>5.1f} {row['flops'] / 1e15:>6.2f} "
             f"{row['epochs'] or 0:>6.1f} {measured['choice']['perplexity']:>7.2f} "
             f"{measured['report']['perplexity']:>7.2f} {'' if at16 is None else format(at16, '.2f'):>7} "
-            f"{'' if met is None else format(met, '.3f'):>6} {row['seconds']:>5.0f}"
+            f"{'' if met is None else format(met, '.3f'):>6} "
+            f"{format(long[0] / long[1], '.3f') if long else '':>6} {row['seconds']:>5.0f}"
             f"{'' if row['captured'] else '  not captured'}"
         )
     return "\n".join(lines)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the pages need of results; rows of other text or windows are refused."""
+    from trainer.experiments.equal_compute.compare import require_same_text
+    from trainer.experiments.equal_compute.experiment import short
+
+    require_same_text(rows)
+    devices = sorted({row["device"] for row in rows})
+    return {"experiment": "equal_compute_gpu", "devices": devices, "runs": [short(row) for row in rows]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,11 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--side-by-side", type=int, default=6, metavar="N", help="models that train at a time (6)"
     )
     made.add_argument("--sequences", type=int, metavar="N", help="of each evaluation set (512)")
+    made.add_argument("--summary", type=Path, metavar="FILE", help="write the results as one JSON file")
+    made.add_argument("--brief", action="store_true", help="measure only the perplexities on both sets")
     made.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
     given = made.parse_args(arguments)
 
     from trainer.experiments.equal_compute.recipes import Recipe
     from trainer.experiments.equal_compute.runs import read_results, train_recipes
+    from trainer.storage.files import write_json
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     known = plans()
@@ -119,12 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds=given.seconds - ENDING - (time.monotonic() - BEGAN),
             side_by_side=given.side_by_side,
             sequences=given.sequences,
+            brief=given.brief,
             eager="it was asked for" if given.eager else None,
             log=lambda text: print(f"[{time.monotonic() - BEGAN:5.0f} s] {text}", flush=True),
         )
     finally:
         rows = read_results(given.output) if given.output.is_dir() else []
         print(table(rows), flush=True)
+        if given.summary is not None:
+            write_json(given.summary, summary(rows))
     print(f"{len(missing)} runs are missing: {', '.join(missing)}" if missing else "all runs are finished")
     return 0
 

@@ -60,7 +60,9 @@ def test_loops_without_gradient_are_counted_forward():
     assert flops_per_token(full, length=512) - flops_per_token(last, length=512) == 2 * 2 * core
 
 
-@pytest.mark.parametrize("recipe", [BASE, LOOPED, replace(LOOPED, loops_from=0.6), replace(BASE, share=0.6)])
+@pytest.mark.parametrize(
+    "recipe", [BASE, LOOPED, replace(LOOPED, loops_from=0.6, end_loops=8), replace(BASE, share=0.6)]
+)
 def test_a_run_executes_its_budget(recipe):
     spent = run_flops(spec_of(recipe, Path("tokens"))) / 1e15
     assert spent == pytest.approx(recipe.share * recipe.petaflops, rel=2e-3)
@@ -81,6 +83,9 @@ def test_a_model_whose_loops_the_data_decide_has_no_budget():
         ({"layers": (0, 0, 0)}, "layers"),
         ({"learning_rate": 0.0}, "learning_rate"),
         ({"loops_from": 0.5}, "loops_from"),
+        ({"end_loops": 8}, "end_loops"),
+        ({"layers": (1, 2, 1), "loops": 3, "end_loops": 8, "end_from": 1.0}, "end_loops"),
+        ({"gate": 0.5}, "gate"),
     ],
 )
 def test_recipes_that_no_model_has_are_refused(change, named):
@@ -326,7 +331,7 @@ def test_a_recipe_given_twice_is_refused(tokens, tmp_path):
 
 def test_the_result_of_another_recipe_is_not_taken_for_finished(tokens, tmp_path):
     (tmp_path / f"{BASE.name}.json").write_text('{"recipe": {"width": 8}}')
-    with pytest.raises(ValueError, match="other batch_size"):
+    with pytest.raises(ValueError, match="width"):
         train_recipes([BASE], tmp_path, data=tokens[0], report=tokens[1], device="cpu", log=lambda text: None)
 
 

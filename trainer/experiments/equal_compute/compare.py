@@ -50,6 +50,25 @@ def require_comparable(rows: Sequence[Row], *, equal_parameters: bool = False, o
             of these conditions; names two of them.
 
     """
+    require_same_text(rows)
+    _require_equal(rows, "FLOPs", [_budget(row) for row in rows])
+    if equal_parameters:
+        _require_equal(rows, "parameters", [row["parameters"] for row in rows])
+    for row in rows:
+        if once and row["epochs"] is not None and row["epochs"] > 1:
+            raise ValueError(
+                f"{row['name']} saw its text {row['epochs']:.2f} times, where each token is to be seen once; "
+                "lower the budget, or give more text"
+            )
+
+
+def require_same_text(rows: Sequence[Row]) -> None:
+    """Reject runs with different training text or evaluation windows.
+
+    Raises:
+        ValueError: there is no run, or two of them differ; names both.
+
+    """
     if not rows:
         raise ValueError("there is nothing to compare: no run is finished")
     first = rows[0]
@@ -60,15 +79,6 @@ def require_comparable(rows: Sequence[Row], *, equal_parameters: bool = False, o
         if row["windows"] != first["windows"]:
             raise ValueError(
                 f"{both} were evaluated on different windows; evaluate both on the same sequences"
-            )
-    _require_equal(rows, "FLOPs", [_budget(row) for row in rows])
-    if equal_parameters:
-        _require_equal(rows, "parameters", [row["parameters"] for row in rows])
-    for row in rows:
-        if once and row["epochs"] is not None and row["epochs"] > 1:
-            raise ValueError(
-                f"{row['name']} saw its text {row['epochs']:.2f} times, where each token is to be seen once; "
-                "lower the budget, or give more text"
             )
 
 

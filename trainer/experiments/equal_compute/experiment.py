@@ -121,7 +121,7 @@ def run(folder: Path, data: Path, report: Path, *, settings: Settings, device: s
     """
     runs = folder / "runs"
 
-    def train(recipes: Iterable[Recipe]) -> Rows:
+    def train(recipes: Iterable[Recipe], *, brief: bool = False) -> Rows:
         wanted = list({recipe.name: recipe for recipe in recipes}.values())
         if not settings.only_finished:
             train_recipes(
@@ -132,6 +132,7 @@ def run(folder: Path, data: Path, report: Path, *, settings: Settings, device: s
                 device=device,
                 side_by_side=settings.side_by_side,
                 sequences=settings.sequences,
+                brief=brief,
             )
         names = {recipe.name for recipe in wanted}
         return {row["name"]: row for row in read_results(runs) if row["name"] in names}
@@ -147,7 +148,13 @@ def run(folder: Path, data: Path, report: Path, *, settings: Settings, device: s
     while True:
         plans = _plans(base, settings, grid)
         rows = train(
-            point for plan in plans for side in SIDES for point in plan.points(side, settings.choosing_seeds)
+            (
+                point
+                for plan in plans
+                for side in SIDES
+                for point in plan.points(side, settings.choosing_seeds)
+            ),
+            brief=True,
         )
         chosen = {id(plan): _chosen(plan, rows, settings) for plan in plans}
         wider = grid.widened(one for both in chosen.values() for one in both.values())
@@ -177,7 +184,7 @@ def run(folder: Path, data: Path, report: Path, *, settings: Settings, device: s
             "widened": rounds,
             "device": device_name(choose_device(device)),
             "comparisons": found,
-            "runs": [_short(row) for row in ({**rows, **reported}).values()],
+            "runs": [short(row) for row in ({**rows, **reported}).values()],
         }
     )
     message = write_results(folder, NAME, written, draw)
@@ -279,16 +286,16 @@ def _compared(
     }
 
 
-def _short(row: Mapping[str, Any]) -> dict[str, Any]:
+def short(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what tables and the picture need of a run."""
     best = better_weights(row)
     keys = ("name", "recipe", "side", "shape", "parameters", "steps", "tokens", "epochs", "flops", "seconds")
+    measured = ("loops", "few_loops", "trained_loops_few", "fixed_point", "lengths", "lengths_fixed_point")
     return {
         **{key: row[key] for key in keys},
+        **{key: None if best is None else best.get(key) for key in measured},
         "choice": None if best is None else best["choice"]["perplexity"],
         "report": None if best is None else best["report"]["perplexity"],
-        "loops": None if best is None else best.get("loops"),
-        "fixed_point": None if best is None else best.get("fixed_point"),
         "converged": converged_share(row),
         "marks": marks(row),
         "captured": row["captured"],

@@ -1,8 +1,13 @@
-"""What is measured of a trained run: held-out text, at the trained number of loops and at others."""
+"""What is measured of a trained run: held-out text, other numbers of loops, the fixed point, longer text.
+
+Shape legend: B sequences, L tokens, I iterations.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +15,37 @@ import torch
 from torch import nn
 
 from implicit_blocks.models.implicit import ImplicitLM
-from trainer.data.source import EvaluationSet
+from implicit_blocks.solvers import AndersonSpec, PicardSpec
+from implicit_blocks.specs import SolverSpec
+from trainer.data.source import Batch, DataSource, EvaluationSet
+from trainer.data.token_folder import open_tokens
 from trainer.data.tokens import TokenData
 from trainer.evaluation.evaluate import EvaluationResult, evaluate
 from trainer.experiments.common.runs import data_of, evaluation_set
 from trainer.reporting.metrics import rounded
 from trainer.specs.run import RunSpec
 
-LOOPS = (8, 16, 32)
-"""Numbers of loops in evaluation, besides the trained one."""
+LOOPS = (16,)
+"""Numbers of loops at which the whole reported set is evaluated, besides the trained one."""
+FEW_LOOPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of loops at which a part of it is evaluated."""
 BUDGETS = (16, 32)
 """Iterations within which tokens may converge."""
 TOLERANCE = 1e-3
+TOLERANCES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
+"""Tolerances of which the shares of converged tokens are kept."""
 SEARCHED = 32
 """Sequences of the searches for the fixed point, which run in float32."""
+LONG, LONG_SEQUENCES = 8, 32
+"""Length of long sequences, in training lengths, and their largest number."""
+SOLVERS: dict[str, SolverSpec] = {
+    "picard 1": PicardSpec(),
+    "picard 0.8": PicardSpec(damping=0.8),
+    "picard 0.65": PicardSpec(damping=0.65),
+    "picard 0.5": PicardSpec(damping=0.5),
+    "anderson": AndersonSpec(),
+}
+"""Solvers of the searches, by name."""
 
 CHOICE, REPORT = "choice", "report"
 """The sets: text held out from training, on which recipes are chosen; books that decide nothing."""
@@ -62,72 +84,204 @@ def windows(sets: Mapping[str, EvaluationSet]) -> dict[str, Any]:
     }
 
 
-def measure(
-    model: nn.Module,
-    spec: RunSpec,
-    sets: Mapping[str, EvaluationSet],
-    *,
-    device: torch.device,
-    loops: Sequence[int] = LOOPS,
-) -> dict[str, Any]:
-    """Return perplexities on both sets, and of an implicit model those at other numbers of loops.
+@dataclass(frozen=True, kw_only=True)
+class Pieces(DataSource):
+    """Each sequence of a source cut into pieces, so that short windows read the text of long ones."""
 
-    ``loops`` and ``fixed_point`` rows are measured on the reported set. Each token's convergence is that of
-    the search with prefix scope: within the tolerance, and so are those before it.
+    source: DataSource
+    pieces: int
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token IDs."""
+        return self.source.vocab_size
+
+    @property
+    def length(self) -> int:
+        """Tokens per piece."""
+        return self.source.length // self.pieces
+
+    @property
+    def samples(self) -> int | None:
+        """Pieces per epoch."""
+        return None if self.source.samples is None else self.source.samples * self.pieces
+
+    def batch(self, position: int, count: int) -> Batch:
+        """See `DataSource.batch`."""
+        first, last = position // self.pieces, (position + count - 1) // self.pieces
+        whole = self.source.batch(first, last - first + 1)
+        cut = Batch(
+            inputs=whole.inputs.view(-1, self.length).clone(),
+            labels=whole.labels.view(-1, self.length).clone(),
+        )
+        skipped = position - first * self.pieces
+        return cut.rows(skipped, skipped + count)
+
+    def evaluation_sets(self, evaluation: Any) -> Mapping[str, EvaluationSet]:
+        """Return none: this source is itself one of evaluation."""
+        return {}
+
+
+def long_sets(
+    spec: RunSpec, report: Path, *, sequences: int = LONG_SEQUENCES
+) -> tuple[EvaluationSet, EvaluationSet] | None:
+    """Return long sequences of the reported text, and the same text cut to the training length.
+
+    None: the text has no sequence of that length.
+    """
+    length = LONG * spec.data.seq_len
+    if open_tokens(report).tokens <= length:
+        return None
+    source = TokenData(
+        report, length=length, seed=spec.evaluation.seed, vocab_size=getattr(spec.model, "vocab_size", None)
+    )
+    count = min(sequences, source.samples)
+    pieces = Pieces(source=source, pieces=LONG)
+    return (
+        EvaluationSet(name="long", source=source, sequences=count),
+        EvaluationSet(name="cut", source=pieces, sequences=count * LONG),
+    )
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Measures a trained model.
+
+    ``meanwhile`` is called between batches, as to keep other models training.
     """
 
-    def run(one: EvaluationSet, precision: str, **search: Any) -> EvaluationResult:
+    model: nn.Module
+    spec: RunSpec
+    device: torch.device
+    meanwhile: Callable[[], object] = lambda: None
+
+    def measure(self, sets: Mapping[str, EvaluationSet], report: Path | None) -> dict[str, Any]:
+        """Return perplexities on both sets and at 8 times the length; of an implicit model also its searches.
+
+        Without ``report``, the tokens of the reported text, only the perplexities on both sets.
+
+        ``loops``, ``few_loops``, ``fixed_point`` and ``residuals`` are measured on the reported set, the last
+        three on its first sequences, in float32 and with ``trained_loops_few`` beside them. Each token's
+        convergence is that of the search with prefix scope: within the tolerance, and so are those before it.
+        """
+        precision, depth = self.spec.training.precision, self.trained_loops
+        trained = {} if depth is None else {"loops": depth}
+        found: dict[str, Any] = {name: self._row(one, precision, **trained) for name, one in sets.items()}
+        if report is None:
+            return found
+        whole = sets[REPORT]
+        long = long_sets(self.spec, report, sequences=min(LONG_SEQUENCES, max(1, whole.sequences // LONG)))
+        if long is not None:
+            found["lengths"] = [self._length_row(one, precision, **trained) for one in long]
+        if depth is None:
+            return found
+        few = EvaluationSet(name=REPORT, source=whole.source, sequences=min(SEARCHED, whole.sequences))
+        found["loops"] = [
+            {"loops": n, **self._row(whole, precision, loops=n)} for n in sorted({*LOOPS, depth})
+        ]
+        found["few_loops"] = [
+            {"loops": n, **self._row(few, "float32", loops=n)} for n in sorted({*FEW_LOOPS, depth})
+        ]
+        found["trained_loops_few"] = self._row(few, "float32", loops=depth)
+        found["fixed_point"], found["residuals"] = [], []
+        for name, solver in SOLVERS.items():
+            with self._solver(solver):
+                for most in BUDGETS:
+                    row = self._row(few, "float32", tolerance=TOLERANCE, max_iterations=most)
+                    found["fixed_point"].append(
+                        {"solver": name, "max_iterations": most, "tolerance": TOLERANCE, **row}
+                    )
+                shares = self._shares(few, iterations=max(BUDGETS))
+                found["residuals"].append({"solver": name, "shares": shares})
+        if long is not None:
+            search = {"tolerance": TOLERANCE, "max_iterations": max(BUDGETS)}
+            short = [EvaluationSet(name=one.name, source=one.source, sequences=n)
+                     for one, n in zip(long, (8, 8 * LONG), strict=True) if one.sequences >= n]  # fmt: skip
+            found["lengths_fixed_point"] = [self._length_row(one, "float32", **search) for one in short]
+        return found
+
+    @property
+    def trained_loops(self) -> int | None:
+        """Number of loops of the last training steps; None: it is an explicit model."""
+        if not isinstance(self.model, ImplicitLM):
+            return None
+        loops: int = getattr(self.model.spec.depth, "loops")  # noqa: B009  # of the kind `fixed`
+        return loops
+
+    @contextmanager
+    def _solver(self, solver: SolverSpec) -> Iterator[None]:
+        """Search with this solver in evaluation."""
+        assert isinstance(self.model, ImplicitLM)
+        before = self.model.spec
+        chosen = before.at_evaluation.model_copy(update={"solver": solver})
+        self.model.reconfigure(before.model_copy(update={"at_evaluation": chosen}))
+        try:
+            yield
+        finally:
+            self.model.reconfigure(before)
+
+    def _evaluate(self, one: EvaluationSet, precision: str, **search: Any) -> EvaluationResult:
+        def stop() -> bool:
+            self.meanwhile()
+            return False
+
+        spec = self.spec.evaluation
+        tokens = spec.batch_size * self.spec.data.seq_len
         (result,) = evaluate(
-            model,
+            self.model,
             [one],
-            device=device,
+            device=self.device,
             precision=precision,
-            batch_size=spec.evaluation.batch_size,
-            last_tokens=spec.evaluation.last_tokens,
+            batch_size=max(1, tokens // one.length),
+            last_tokens=spec.last_tokens,
             search=search,
+            stop=stop,
         )
         return result
 
-    precision = spec.training.precision
-    implicit = isinstance(model, ImplicitLM)
-    depth = getattr(getattr(spec.model, "depth", None), "loops", None) if implicit else None
-    trained = {} if depth is None else {"loops": depth}
-    found: dict[str, Any] = {name: _row(run(one, precision, **trained)) for name, one in sets.items()}
-    if not implicit:
-        return found
-    report = sets[REPORT]
-    few = EvaluationSet(name=REPORT, source=report.source, sequences=min(SEARCHED, report.sequences))
-    found["loops"] = [
-        {"loops": n, **_row(run(report, precision, loops=n))} for n in sorted({*loops, *trained.values()})
-    ]
-    found["fixed_point"] = [
-        {
-            "max_iterations": most,
-            "tolerance": TOLERANCE,
-            "damping": damping,
-            **_row(run(few, "float32", tolerance=TOLERANCE, max_iterations=most, damping=damping)),
+    def _length_row(self, one: EvaluationSet, precision: str, **search: Any) -> dict[str, Any]:
+        return {"length": one.length, **self._row(one, precision, **search)}
+
+    def _row(self, one: EvaluationSet, precision: str, **search: Any) -> dict[str, Any]:
+        result = self._evaluate(one, precision, **search)
+        row = {
+            "loss": rounded(result.loss, 7),
+            "perplexity": rounded(result.perplexity),
+            "sequences": result.sequences,
         }
-        for most in BUDGETS
-        for damping in (1.0, 0.8)
-    ]
-    found["trained_loops_few"] = _row(run(few, "float32", **trained))
-    return found
+        found = result.search
+        if found is None:
+            return row
+        return {
+            **row,
+            "iterations": rounded(found.iterations),
+            "residual": rounded(found.residual),
+            "residual_max": rounded(found.residual_max),
+            "token_converged": result.token_converged,
+            "diverged": rounded(found.diverged),
+        }
 
+    @torch.no_grad()
+    def _shares(self, one: EvaluationSet, *, iterations: int) -> dict[str, list[float]]:
+        """Return the shares of tokens within each tolerance, so far in a row, after 1 to I iterations.
 
-def _row(result: EvaluationResult) -> dict[str, Any]:
-    search = result.search
-    row = {
-        "loss": rounded(result.loss, 7),
-        "perplexity": rounded(result.perplexity),
-        "sequences": result.sequences,
-    }
-    if search is None:
-        return row
-    return {
-        **row,
-        "iterations": rounded(search.iterations),
-        "residual": rounded(search.residual),
-        "residual_max": rounded(search.residual_max),
-        "token_converged": result.token_converged,
-        "diverged": rounded(search.diverged),
-    }
+        The search continues to the smallest tolerance at all tokens; a token counts once its residual, and
+        those of all before it, have been within the tolerance.
+        """
+        parts, was_training = [], self.model.training
+        self.model.eval()
+        for batch in one.batches(max(1, self.spec.evaluation.batch_size)):
+            output = self.model(
+                batch.inputs.to(self.device), tolerance=0.0, max_iterations=iterations, trace=True
+            )
+            trace = output.solution.trace.nan_to_num(nan=torch.inf)
+            parts.append(trace.cummin(0).values.cummax(-1).values)  # lowest so far; the worst of a prefix
+            self.meanwhile()
+        self.model.train(was_training)
+        residual_IBL = torch.cat(parts, dim=1)
+        return {
+            f"{tolerance:g}": [
+                rounded(float(share), 5) for share in (residual_IBL <= tolerance).float().flatten(1).mean(1)
+            ]
+            for tolerance in TOLERANCES
+        }

@@ -13,7 +13,7 @@ import torch
 from implicit_blocks._utils.devices import choose_device, device_name
 from trainer.experiments.common.runs import data_of
 from trainer.experiments.equal_compute.flops import run_flops
-from trainer.experiments.equal_compute.measure import evaluation_sets, measure, windows
+from trainer.experiments.equal_compute.measure import BUDGETS, Measuring, evaluation_sets, windows
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
 from trainer.reporting.metrics import json_value, rounded
 from trainer.run.side_by_side import Planned, Trained, train_side_by_side
@@ -38,6 +38,7 @@ def train_recipes(
     seconds: float = math.inf,
     side_by_side: int = 6,
     sequences: int | None = None,
+    brief: bool = False,
     eager: str | None = None,
     log: Callable[[str], object] = print,
 ) -> list[str]:
@@ -52,6 +53,7 @@ def train_recipes(
         seconds: after which no step is launched any more.
         side_by_side: number of models that train at a time.
         sequences: of each evaluation set; None: as many as the run's spec says.
+        brief: measure only the perplexities on both sets, as is enough for a choice.
         eager: why no step is captured as a CUDA graph; None: steps are captured where that is possible.
         log: called with lines of progress.
 
@@ -77,7 +79,7 @@ def train_recipes(
         start = time.monotonic()
         recipe = by_name[one.planned.name]
         with one.step.in_stream():
-            row = _result(one, recipe, report=report, device=place, sequences=sequences)
+            row = _result(one, recipe, report=report, device=place, sequences=sequences, brief=brief)
         write_json(result_path(folder, recipe), row)
         measuring[0] = max(measuring[0], time.monotonic() - start)
         log(f"{recipe.name}: {_line(row)} ({time.monotonic() - began:.0f} s)")
@@ -103,8 +105,9 @@ def _is_finished(path: Path, recipe: Recipe) -> bool:
     """
     if not path.is_file():
         return False
-    if (kept := read_json(path)["recipe"]) != json_value(recipe.as_row()):
-        changed = sorted(key for key, value in recipe.as_row().items() if kept.get(key) != json_value(value))
+    kept, wanted = read_json(path)["recipe"], json_value(recipe.as_row())
+    default = {key: field.default for key, field in Recipe.__dataclass_fields__.items()}
+    if changed := sorted(key for key in wanted if kept.get(key, default[key]) != wanted[key]):
         raise ValueError(
             f"{path} is the result of a run with other {', '.join(changed)}; choose another folder"
         )
@@ -112,7 +115,7 @@ def _is_finished(path: Path, recipe: Recipe) -> bool:
 
 
 def _result(
-    one: Trained, recipe: Recipe, *, report: Path, device: torch.device, sequences: int | None
+    one: Trained, recipe: Recipe, *, report: Path, device: torch.device, sequences: int | None, brief: bool
 ) -> dict[str, Any]:
     """Return the result of a run as JSON values."""
     spec, step = one.planned.spec, one.step
@@ -122,11 +125,12 @@ def _result(
     start = time.monotonic()
     sets = evaluation_sets(spec, report, sequences=sequences)
     # Its weights are those of the last step; without an end they are worth no evaluation.
-    measured = None if one.ended else measure(one.model, spec, sets, device=device)
+    look = Measuring(one.model, spec, device=device, meanwhile=one.meanwhile)
+    measured = None if one.ended else look.measure(sets, None if brief else report)
     averaged = None
     if measured is not None and one.planned.average is not None:
         with step.averaged():
-            averaged = measure(one.model, spec, sets, device=device)
+            averaged = look.measure(sets, None if brief else report)
     row: dict[str, Any] = json_value(
         {
             "name": recipe.name,
@@ -173,8 +177,14 @@ def _line(row: dict[str, Any]) -> str:
         return f"ended early: {row['ended_early']}"
     measured = row["measured"]
     more = "".join(f", @{one['loops']} {one['perplexity']:.2f}" for one in measured.get("loops", ()))
-    points = measured.get("fixed_point", ())
-    share = "".join(f", {one['token_converged']:.1%} in {one['max_iterations']}" for one in points[-2:-1])
+    share = "".join(
+        f", {one['solver']} {one['token_converged']:.1%} ({one['perplexity']:.2f})"
+        for one in measured.get("fixed_point", ())
+        if one["max_iterations"] == max(BUDGETS)
+    )
+    share += "".join(
+        f", length {one['length']} {one['perplexity']:.2f}" for one in measured.get("lengths", ())
+    )
     return (
         f"choice {measured['choice']['perplexity']:.2f}, report {measured['report']['perplexity']:.2f}"
         f"{more}{share}, {row['epochs']:.1f} epochs, {row['flops'] / 1e15:.3f} PFLOP, {row['seconds']:.0f} s"
