@@ -48,12 +48,13 @@ class WordProblem:
             `trainer.data.groups.group`.
         monoid: None, ``"EABX"`` (the published one), or a multiplication table; see
             `trainer.data.groups.monoid`.
-        identity_probability: p, from 0 to 1.
+        identity_probability: p, from 0 to 1; several: they alternate from sequence to sequence.
         draw_order: ``"fast"``, or ``"published"`` to reproduce the published generator's numbers exactly, at
             about a third of the speed; p is then resolved to 2^-24, as by torch's `rand`.
 
     Raises:
-        ValueError: an unknown group, monoid or order; a probability outside [0, 1].
+        ValueError: an unknown group, monoid or order; a probability outside [0, 1]; none, or several in the
+            published order.
 
     """
 
@@ -62,20 +63,32 @@ class WordProblem:
         *,
         group: groups.Definition,
         monoid: str | Sequence[Sequence[int]] | None = None,
-        identity_probability: float,
+        identity_probability: float | Sequence[float],
         draw_order: DrawOrder = "fast",
     ) -> None:
-        if not 0 <= identity_probability <= 1:
+        several = (
+            identity_probability if isinstance(identity_probability, Sequence) else [identity_probability]
+        )
+        if not several or not all(0 <= p <= 1 for p in several):
             raise ValueError(f"identity_probability must be from 0 to 1, got {identity_probability}")
+        if draw_order == "published" and len(several) > 1:
+            raise ValueError(
+                f"the published order has one identity_probability, got {list(several)}; use "
+                "draw_order 'fast'"
+            )
         if draw_order not in get_args(DrawOrder):
             raise ValueError(f"draw_order {draw_order!r} is unknown; use 'fast' or 'published'")
         self.group = groups.group(group)
         self.monoid = None if monoid is None else groups.monoid(monoid)
-        self.identity_probability = float(identity_probability)
+        self.identity_probabilities = tuple(float(p) for p in several)
         self.draw_order: DrawOrder = draw_order
         self._definition = group, monoid
         self._monoid_order = 1 if self.monoid is None else self.monoid.order
-        self._categorical = Categorical(self._probabilities()) if draw_order == "fast" else None
+        self._categorical = (
+            [Categorical(self._probabilities(p)) for p in self.identity_probabilities]
+            if draw_order == "fast"
+            else []
+        )
         self._scans: tuple[PrefixProducts, ...]
         if self.monoid is None:
             self._scans = (PrefixProducts(self.group),)
@@ -141,15 +154,15 @@ class WordProblem:
                 length,
                 group_order=self.group.order,
                 monoid_order=self._monoid_order,
-                p=self.identity_probability,
+                p=self.identity_probabilities[0],
                 generator=generator,
             )
             return self._compose(tokens, dtype=dtype)
         seed = int(torch.randint(2**63 - 1, (), generator=generator))
         return self._fast(0, n, length, key=(seed, TRAINING), dtype=dtype)
 
-    def _probabilities(self) -> list[Fraction]:
-        p = Fraction(self.identity_probability)  # exact: a float is a dyadic fraction
+    def _probabilities(self, identity_probability: float) -> list[Fraction]:
+        p = Fraction(identity_probability)  # exact: a float is a dyadic fraction
         other = (1 - p) / self.group.order / self._monoid_order
         identity = other + p / self._monoid_order
         return [identity] * self._monoid_order + [other] * (self.vocab_size - self._monoid_order)
@@ -171,19 +184,28 @@ class WordProblem:
         dtype: torch.dtype = torch.int64,
     ) -> Sequences:
         """Draw positions [position, position + count) of the stream with this key, block by block."""
-        assert self._categorical is not None
         inputs, labels = _empty(count, length, dtype)
         into_inputs, into_labels = inputs.numpy(), labels.numpy()
         done = 0
         while done < count:
             block, skipped = divmod(position + done, BLOCK)
             taken = min(BLOCK - skipped, count - done)
-            tokens_LB = self._categorical.draw(key, index=block, count=length * BLOCK).reshape(length, BLOCK)
-            tokens_LB = tokens_LB[:, skipped : skipped + taken]
+            tokens_LB = self._block(key, block, length)[:, skipped : skipped + taken]
             into_inputs[done : done + taken] = tokens_LB.T
             self._products(tokens_LB, into_labels[done : done + taken])
             done += taken
         return inputs, labels
+
+    def _block(self, key: tuple[int, int], index: int, length: int) -> npt.NDArray[np.unsignedinteger]:
+        """Draw the tokens of a block, (length, BLOCK); probabilities alternate from column to column."""
+        count = len(self._categorical)
+        drawn = [
+            one.draw(key, index=index, count=length * BLOCK).reshape(length, BLOCK)
+            for one in self._categorical
+        ]
+        for number, tokens_LB in enumerate(drawn[1:], 1):
+            drawn[0][:, number::count] = tokens_LB[:, number::count]
+        return drawn[0]
 
     def _compose(self, tokens_BL: npt.NDArray[np.int64], *, dtype: torch.dtype = torch.int64) -> Sequences:
         """Compute inputs and labels of drawn tokens, in blocks that fit the cache."""
@@ -237,7 +259,7 @@ class WordProblemStream(EndlessSource):
                 length,
                 group_order=problem.group.order,
                 monoid_order=problem.vocab_size // problem.group.order,
-                p=problem.identity_probability,
+                p=problem.identity_probabilities[0],
                 seed=seed,
             )
 
@@ -272,7 +294,7 @@ class WordProblemStream(EndlessSource):
                 "data.draw_order=fast"
             )
         sets = {}
-        for p in evaluation.identity_probabilities or (self.problem.identity_probability,):
+        for p in evaluation.identity_probabilities or self.problem.identity_probabilities:
             problem = self.problem.with_identity_probability(p)
             for length in evaluation.lengths or (self._length,):
                 name = f"p{p:g}_L{length}"

@@ -77,8 +77,9 @@ class WordProblemSpec(DataSpec):
     `{generators: [[1, 0, 2], [1, 2, 0]]}`, or a multiplication table whose first row is the identity."""
     monoid: str | tuple[tuple[int, ...], ...] | None = None
     """Monoid to multiply the group with: EABX (the published one), or a multiplication table."""
-    identity_probability: Probability = 0.5
-    """Fraction of tokens forced to the group's identity; the others are uniform over the group."""
+    identity_probability: Probability | Annotated[tuple[Probability, ...], Field(min_length=1)] = 0.5
+    """Fraction of tokens forced to the group's identity; the others are uniform over the group. Several:
+    they alternate from sequence to sequence."""
     draw_order: Literal["fast", "published"] = "fast"
     """`published` reproduces the random draws of the published generator exactly, at about a third of the
     speed."""
@@ -112,9 +113,11 @@ class WordProblemSpec(DataSpec):
         """See `DataSpec.describe`."""
         named = self.monoid if isinstance(self.monoid, str) else "of a table"
         monoid = "" if self.monoid is None else f" x monoid {named}"
+        p = self.identity_probability
+        several = f"{p:g}" if isinstance(p, float) else ", ".join(f"{each:g}" for each in p)
         return [
             f"word problem over {self.group_name}{monoid}: {self.vocab_size} tokens, "
-            f"p = {self.identity_probability:g}, length {self.seq_len}, generated on the fly"
+            f"p = {several}, length {self.seq_len}, generated on the fly"
         ]
 
     @field_validator("group", mode="before")

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from implicit_blocks.specs import SpecError
 from trainer.data.groups import group, monoid
 from trainer.data.source import rank_share
 from trainer.data.word_problem import BLOCK, WordProblem, WordProblemStream, build
+from trainer.specs.run import EvaluationSpec, WordProblemSpec
 
 PUBLISHED = {"group": "A5", "monoid": "EABX"}
 
@@ -316,3 +318,34 @@ def test_refuses_bad_values() -> None:
 
 
 PINNED = [[103, 102, 2, 18, 3, 1, 2, 2], [3, 2, 0, 47, 2, 0, 1, 1]]
+
+
+def test_several_identity_probabilities_alternate_from_sequence_to_sequence() -> None:
+    ps = (0.9, 0.5, 0.0)
+    mixed = build(WordProblemSpec(group="A5", identity_probability=ps, seq_len=32), seed=7).batch(100, 600)
+    for number, p in enumerate(ps):
+        alone = build(WordProblemSpec(group="A5", identity_probability=p, seq_len=32), seed=7).batch(100, 600)
+        rows = [row for row in range(600) if (100 + row) % BLOCK % 3 == number]
+        assert torch.equal(mixed.inputs[rows], alone.inputs[rows])
+        assert torch.equal(mixed.labels[rows], alone.labels[rows])
+
+
+def test_several_identity_probabilities_are_evaluated_apart() -> None:
+    source = build(WordProblemSpec(group="S3", identity_probability=(0.9, 0.5), seq_len=8))
+    assert list(source.evaluation_sets(EvaluationSpec())) == ["p0.9_L8", "p0.5_L8"]
+
+
+def test_the_published_order_has_one_identity_probability() -> None:
+    spec = WordProblemSpec(group="A5", identity_probability=(0.9, 0.5), seq_len=8, draw_order="published")
+    with pytest.raises(
+        ValueError, match=r"one identity_probability, got \[0.9, 0.5\]; use draw_order 'fast'"
+    ):
+        build(spec)
+
+
+@pytest.mark.parametrize("p", [[], [0.5, 1.5]])
+def test_identity_probabilities_out_of_range_are_refused(p: list[float]) -> None:
+    with pytest.raises(SpecError, match="identity_probability"):
+        WordProblemSpec.model_validate({"group": "S3", "seq_len": 8, "identity_probability": p})
+    with pytest.raises(ValueError, match="identity_probability must be from 0 to 1"):
+        WordProblem(group="S3", identity_probability=p)

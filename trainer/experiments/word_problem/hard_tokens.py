@@ -116,7 +116,7 @@ def tests(
         {
             "group": spec.data.group_name,
             "training_length": spec.data.seq_len,
-            "training_p": spec.data.identity_probability,
+            "training_p": spec.data.identity_probability,  # one, or several that alternate
             "training_iterations": last.model.stopping.max_iterations,  # type: ignore[attr-defined]  # of an implicit model
             "seed": spec.training.seed,
             "device": device_name(device),
@@ -149,12 +149,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             for key in ("iterations_of_hard_tokens", "iterations_of_identities")
         )
         lines.append(
-            f"{row['group']:<5}  {row['training_p']:10g}  {row['training_iterations']:10d}  "
+            f"{row['group']:<5}  {format_p(row['training_p']):>10}  {row['training_iterations']:10d}  "
             f"{row['seed']:4d}  {row['identity_probability']:9g}  {row['length']:4d}  {row['mode']:<12}  "
             f"{row['accuracy_last']:11.2%}  {row['iterations']:10.1f}  {of_hard:>7}  {of_others:>9}  "
             f"{row['residual']:8.1e}  {row['converged']:9.1%}"
         )
     return "\n".join(lines)
+
+
+def format_p(p: float | Sequence[float]) -> str:
+    """Return identity probabilities as text."""
+    return f"{p:g}" if isinstance(p, int | float) else ", ".join(f"{each:g}" for each in p)
 
 
 def draw(written: dict[str, Any]) -> Figure:
@@ -165,7 +170,7 @@ def draw(written: dict[str, Any]) -> Figure:
     figure = new_figure(
         width=11.6 if compared else 10.0,
         height=(8.0 if compared else 4.4) * len(groups),
-        title=f"Trained on p = {rows[0]['training_p']:g}: "
+        title=f"Trained on p = {format_p(rows[0]['training_p'])}: "
         f"{'accuracy at convergence, and iterations' if compared else 'iterations to convergence'}",
     )
     panels = figure.subplots((2 if compared else 1) * len(groups), 2, squeeze=False)
