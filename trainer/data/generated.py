@@ -59,6 +59,8 @@ class Task(ABC):
 
     vocab_size: int
     """Number of token IDs, of inputs and labels."""
+    least_length: int = 1
+    """Length from which on a sequence can have a scored token."""
 
     @abstractmethod
     def draw(self, draws: Draws, length: int, *, evaluation: bool) -> tuple[Integers, Integers]:
@@ -114,10 +116,15 @@ class GeneratedData(EndlessSource):
         """Return one set per length, named like ``L64``.
 
         Raises:
-            ValueError: another length for a task of fixed length.
+            ValueError: another length for a task of fixed length, or one that is too short for the task.
 
         """
         lengths = evaluation.lengths or (self._length,)
+        if min(lengths) < self._task.least_length:
+            raise ValueError(
+                f"evaluation.lengths is {list(lengths)}, but sequences of {min(lengths)} tokens have none "
+                f"that is scored; choose lengths of at least {self._task.least_length}"
+            )
         if self._fixed_length and set(lengths) != {self._length}:
             raise ValueError(
                 f"evaluation.lengths is {list(lengths)}, but all boards have {self._length} cells; remove it"

@@ -229,7 +229,7 @@ class StateTracking(Task):
 
     def __init__(self, spec: StateTrackingSpec) -> None:
         self._draw, self._size = TASKS[spec.name], spec.states
-        self.vocab_size = spec.vocab_size
+        self.vocab_size, self.least_length = spec.vocab_size, spec.least_length
 
     def draw(self, draws: Draws, length: int, *, evaluation: bool) -> Sequences:
         """See `Task.draw`."""

@@ -91,6 +91,21 @@ class StateTrackingSpec(DataSpec):
             raise field_error(message, "size", value=self.size)
         return self
 
+    @property
+    def least_length(self) -> int:
+        """Length from which on a sequence can have a scored token."""
+        return {"flip_flop": 2, "code_trace": self.states + 1}.get(self.name, 1)
+
+    @model_validator(mode="after")
+    def _length_fits(self) -> Self:
+        if self.seq_len < self.least_length:
+            message = (
+                f"{self.name} of size {self.states} scores no token of so short a sequence; choose a length "
+                f"of at least {self.least_length}"
+            )
+            raise field_error(message, "seq_len", value=self.seq_len)
+        return self
+
 
 class PuzzleSpec(DataSpec):
     """Base class of the puzzles: boards whose cells are the tokens of a sequence."""

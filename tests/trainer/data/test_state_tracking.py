@@ -161,3 +161,12 @@ def test_sizes_outside_the_task_are_refused(name, size):
 def test_a_vocabulary_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="272"):
         ib.build(StateTrackingSpec(name="board"), vocab_size=100)
+
+
+@pytest.mark.parametrize(("name", "length", "least"), [("flip_flop", 1, 2), ("code_trace", 5, 6)])
+def test_lengths_without_scored_tokens_are_refused(name, length, least):
+    with pytest.raises(SpecError, match=rf"(?s)seq_len.*{name}.*at least {least}"):
+        StateTrackingSpec(name=name, seq_len=length)
+    source = ib.build(StateTrackingSpec(name=name, seq_len=least))
+    with pytest.raises(ValueError, match=rf"evaluation.lengths is \[64, {length}\].*at least {least}"):
+        source.evaluation_sets(EvaluationSpec(lengths=(64, length)))
