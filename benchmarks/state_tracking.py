@@ -1,0 +1,233 @@
+"""Ten state-tracking tasks with implicit Mamba2 and four explicit models of its size, tuned alike.
+
+    python benchmarks/state_tracking.py [--tasks parity dyck] [--models implicit-mamba2 mamba2 attention
+        gated-deltanet rwkv7] [--learning-rates 1e-3 3e-3] [--seeds 0] [--minutes 5] [--spec state_tracking]
+        [path.to.key=value …]
+    python benchmarks/state_tracking.py --table
+
+All models have the width of the spec, see the same sequences in the same order, and have the same learning
+rates to choose from. An explicit model has as many layers as come closest to the implicit model's parameters.
+Every combination is a run in ``--runs``; runs that are finished are read, so that a repeated command
+continues, and several processes may share the folder with different tasks. The results contain every run;
+the table has the best learning rate of each model by its accuracy at the training length. ``gated-deltanet``
+and ``rwkv7`` are plugins, with negative eigenvalues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from report import RESULTS, machine, write
+
+from implicit_blocks.models.counting import count_parameters
+from implicit_blocks.specs import merge
+from implicit_blocks.specs.base import validate
+from implicit_blocks.specs.errors import format_error
+from implicit_blocks.specs.loading import apply_overrides, resolve
+from implicit_blocks.specs.tree import Section
+from trainer.cli.exit_codes import refuse
+from trainer.experiments.common.checks import require_once
+from trainer.experiments.common.runs import train
+from trainer.specs.generated import StateTrackingTask
+from trainer.specs.run import RunSpec
+
+TASKS = get_args(StateTrackingTask)
+MODELS = ("implicit-mamba2", "mamba2", "attention", "gated-deltanet", "rwkv7")
+KEPT = ("length", "accuracy", "accuracy_last", "sequence_accuracy", "iterations", "iterations_max",
+        "residual_max", "non_converged")  # fmt: skip
+MOST_LAYERS = 8
+
+
+def mixer_of(model: str, width: int) -> dict[str, Any]:
+    """Return the mixer of an explicit model."""
+    heads = max(1, width // 32)
+    return {
+        "mamba2": {"kind": "mamba2", "d_state": 64, "expand": 2, "head_dim": 32},
+        "attention": {"kind": "attention", "n_heads": heads},
+        "gated-deltanet": {
+            "kind": "gated_deltanet", "n_heads": heads, "head_dim": 32, "expand_v": 1,
+            "negative_eigenvalues": True, "chunk_size": 32,
+        },
+        "rwkv7": {
+            "kind": "rwkv7", "n_heads": heads, "head_dim": 32, "decay_rank": 16, "rate_rank": 16,
+            "gate_rank": 32, "negative_eigenvalues": True,
+        },
+    }[model]  # fmt: skip
+
+
+def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: list[str]) -> RunSpec:
+    """Return the spec of one run.
+
+    Raises:
+        ValueError: an invalid spec or override.
+
+    """
+    tree = resolve(base)
+    training = {"seed": seed, "optimizer": {"learning_rate": rate}}
+    tree = Section(merge(tree, {"data": {"name": task}, "training": training}))
+    implicit = _validated(apply_overrides(tree, changes), base)
+    if model == "implicit-mamba2":
+        return implicit
+    width = implicit.model.d_model  # type: ignore[attr-defined]  # of a language model
+    # Explicit models keep the state themselves, so Mamba2 has its usual, slow decay; they do not search.
+    changes = [text for text in changes if not text.startswith(("model.", "phases."))]
+    mlp = {"mlp": {"kind": "swiglu", "d_ff": 2 * width}} if model == "attention" else {}
+    own = {
+        "kind": "explicit_lm", "d_model": width,
+        "mixer": mixer_of(model, width), **mlp,
+    }  # fmt: skip
+    phases = [Section({k: v for k, v in phase.items() if k != "model"}) for phase in tree.get("phases", [])]
+    target = parameters(implicit)
+    best: RunSpec | None = None
+    for layers in range(1, MOST_LAYERS + 1):
+        made = Section({**tree, "model": Section({**own, "n_layers": layers}), "phases": phases})
+        spec = _validated(apply_overrides(made, changes), base)
+        if best is None or _distance(spec, target) < _distance(best, target):
+            best = spec
+    assert best is not None
+    return best
+
+
+def _distance(spec: RunSpec, target: int) -> int:
+    return abs(parameters(spec) - target)
+
+
+def parameters(spec: RunSpec) -> int:
+    """Return the number of parameters of a run's model."""
+    counts = count_parameters(spec.model)
+    if counts is None or counts.total is None:
+        raise ValueError(f"the number of parameters of a {spec.model.kind} is not known; choose other sizes")
+    return counts.total
+
+
+def _validated(tree: Section, base: str) -> RunSpec:
+    try:
+        return validate(RunSpec, tree)
+    except ValidationError as error:
+        raise format_error(error, tree, source=base) from None
+
+
+def row_of(
+    task: str, model: str, rate: float, seed: int, spec: RunSpec, folder: Path, device: str
+) -> dict[str, Any]:
+    """Train one model, or read its finished run, and return its results."""
+    finished = train(spec, folder, name=folder.name, device=device)
+    summary = finished.summary
+    return {
+        "task": task,
+        "model": model,
+        "layers": spec.model.n_layers,  # type: ignore[attr-defined]  # of a language model
+        "learning_rate": rate,
+        "seed": seed,
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "of_steps": spec.total_steps,
+        "tokens": summary["tokens"],
+        "seconds": round(summary["seconds"], 1),
+        "device": summary["device"],
+        "tests": [{key: test.get(key) for key in KEPT} for test in summary["evaluation"]],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the accuracy at the longest test, in Markdown: a line per task, a column per model.
+
+    Several seeds are listed; each has its best learning rate by the accuracy at the shortest test.
+    """
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    lines = ["| task | " + " | ".join(models) + " |", "| --- |" + " --- |" * len(models)]
+    for task in TASKS:
+        of_task = [row for row in rows if row["task"] == task]
+        if not of_task:
+            continue
+        cells = []
+        for model in models:
+            seeds = sorted({row["seed"] for row in of_task if row["model"] == model})
+            found = [
+                max((r for r in of_task if (r["model"], r["seed"]) == (model, seed)), key=_chosen_by)
+                for seed in seeds
+            ]
+            cells.append(
+                ", ".join(f"{100 * row['tests'][-1]['accuracy']:.1f}" for row in found) + " %"
+                if found
+                else "-"
+            )
+        lines.append(f"| `{task}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _chosen_by(row: dict[str, Any]) -> tuple[float, float]:
+    return row["tests"][0]["accuracy"], -row["learning_rate"]
+
+
+def options_of(words: list[str]) -> argparse.Namespace:
+    """Parse the command line; overrides may be at any position."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spec", default="state_tracking")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--minutes", type=float, default=10.0, help="limit of each run (10)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/state_tracking"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--output", default="state_tracking", help="name of the file in benchmarks/results")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of the results, without training"
+    )
+    changes = [word for word in words if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([word for word in words if word not in changes])
+    if not 0 < options.minutes < float("inf"):
+        parser.error(f"--minutes must be positive, got {options.minutes:g}")
+    options.overrides = changes
+    return options
+
+
+def main() -> int:
+    """Train and test every combination; write the results after each; return the exit status."""
+    options = options_of(sys.argv[1:])
+    path = RESULTS / f"{options.output}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    if options.table:
+        print(table(rows))
+        return 0
+    try:
+        carry_out(options, rows)
+    except ValueError as error:
+        return refuse(str(error))
+    return 0
+
+
+def carry_out(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Validate all specs first, then train; rows of the same combination are replaced."""
+    for name in ("tasks", "models", "learning_rates", "seeds"):
+        require_once(f"--{name.replace('_', '-')}", getattr(options, name))
+    limit = f"callbacks=[{{kind: stop_when, value: seconds, above: {60 * options.minutes}}}]"
+    asked = {
+        one: spec_of(options.spec, *one, [limit, *options.overrides])
+        for one in itertools.product(options.tasks, options.models, options.learning_rates, options.seeds)
+    }
+    for (task, model, rate, seed), spec in asked.items():
+        folder = options.runs / f"{task}-{model}-{rate:g}-seed{seed}"
+        row = row_of(task, model, rate, seed, spec, folder, options.device)
+        key = {name: row[name] for name in ("task", "model", "learning_rate", "seed")}
+        rows = [other for other in rows if any(other[name] != value for name, value in key.items())] + [row]
+        write(options.output, {"machine": machine(), "rows": rows})
+        tests = ", ".join(f"length {t['length']} {t['accuracy']:.2%}" for t in row["tests"])
+        print(
+            f"{task} {model} x{row['layers']} lr {rate:g} seed {seed}: {row['parameters']:,} parameters, "
+            f"{tests}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""``benchmarks/state_tracking.py``, which trains ten tasks with several models."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLUGINS = {"gated-deltanet": "implicit_blocks_gated_deltanet", "rwkv7": "implicit_blocks_rwkv7"}
+SMALL = [
+    *("model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.mixer.chunk_size=8"),
+    *("model.at_evaluation.stopping.max_iterations=8", "phases=[]", "data.seq_len=8"),
+    *("training.max_steps=4", "training.batch_size=4", "training.ema=null", "training.loader_threads=0"),
+    *("evaluation.lengths=[8,16]", "evaluation.sequences=4", "evaluation.last_tokens=8"),
+]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    program = importlib.import_module("state_tracking")
+    monkeypatch.setattr(importlib.import_module("report"), "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
+    return program
+
+
+def run(program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> list[dict[str, Any]]:
+    monkeypatch.setattr("sys.argv", ["state_tracking.py", "--runs", str(tmp_path / "runs"), *words, *SMALL])
+    assert program.main() == 0
+    rows: list[dict[str, Any]] = json.loads((tmp_path / "results" / "state_tracking.json").read_text())[
+        "rows"
+    ]
+    return rows
+
+
+def test_finished_runs_are_read_and_new_ones_added(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--tasks",
+        "parity",
+        "--learning-rates",
+        "1e-3",
+        "--device",
+        "cpu",
+        "--models",
+        "implicit-mamba2",
+    )
+    first = run(program, monkeypatch, tmp_path, *words)
+    rows = run(program, monkeypatch, tmp_path, *words, "attention")
+    assert [row["model"] for row in rows] == ["implicit-mamba2", "attention"]
+    assert rows[0] == first[0]
+    assert [test["length"] for test in rows[1]["tests"]] == [8, 16]
+    monkeypatch.setattr("sys.argv", ["state_tracking.py", "--table"])
+    capsys.readouterr()
+    assert program.main() == 0
+    shares = " | ".join(f"{100 * row['tests'][-1]['accuracy']:.1f} %" for row in rows)
+    assert f"| `parity` | {shares} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["mamba2", "attention", "gated-deltanet", "rwkv7"])
+def test_explicit_models_have_nearly_the_size_of_the_implicit_one(program: Any, model: str) -> None:
+    if model in PLUGINS:
+        pytest.importorskip(PLUGINS[model])
+    implicit, explicit = (
+        program.spec_of("state_tracking", "dyck", name, 1e-3, 0, []) for name in ("implicit-mamba2", model)
+    )
+    assert 0.75 < program.parameters(explicit) / program.parameters(implicit) < 1.3
+    assert explicit.model.kind == "explicit_lm"
+    assert [phase.data.seq_len for phase in explicit.phase_specs()] == [8, 16, 32, 64]
+    assert explicit.total_steps == implicit.total_steps
+
+
+def test_the_learning_rate_is_chosen_at_the_training_length(program: Any) -> None:
+    rows = [
+        {
+            "task": "dyck", "model": "rwkv7", "seed": 0, "learning_rate": rate,
+            "tests": [{"accuracy": near}, {"accuracy": far}],
+        }
+        for rate, near, far in ((1e-3, 0.9, 0.5), (3e-3, 0.8, 0.7))
+    ]  # fmt: skip
+    assert program.table(rows).splitlines()[-1] == "| `dyck` | 50.0 % |"
+
+
+def test_invalid_combinations_are_refused_before_training(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "state_tracking.py",
+            "--tasks",
+            "code_trace",
+            "--runs",
+            str(tmp_path),
+            "data.seq_len=4",
+            "phases=[]",
+        ],
+    )
+    assert program.main() == 2
+    assert "seq_len" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
