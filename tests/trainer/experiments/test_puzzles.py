@@ -10,6 +10,7 @@ import torch
 
 from trainer.cli.train import main as train
 from trainer.experiments.cli import main
+from trainer.experiments.puzzles.animation import final_answer
 from trainer.experiments.puzzles.experiment import chosen_share
 
 SMALL = ["model.d_model=16", "model.mixer.n_heads=2", "model.mlp.d_ff=24", "data.boards=8", "data.held_out=8"]
@@ -30,7 +31,7 @@ def test_numbers_picture_and_animation_are_written(solver, tmp_path, capsys):
     written = json.loads((tmp_path / "puzzles.json").read_text())
     assert [row["max_iterations"] for row in written["rows"]] == [2, 5]
     for row in written["rows"]:
-        assert set(row["solved"]) == {"1", "2", "3"}
+        assert set(row["solved"]) == set(row["solved_by_residual"]) == {"1", "2", "3"}
         assert max(row["solved"].values()) <= row["solved_by_any"] <= 1
         assert row["mean_iterations"] <= row["max_iterations"]
     assert (tmp_path / "puzzles.png").stat().st_size > 1000
@@ -38,10 +39,18 @@ def test_numbers_picture_and_animation_are_written(solver, tmp_path, capsys):
     assert "of 3" in capsys.readouterr().out
 
 
-def test_the_answer_of_the_lowest_residual_is_chosen():
+def test_the_answer_of_the_lowest_measure_is_chosen():
     solved = torch.tensor([[True, False, True], [False, True, False]])
     residual = torch.tensor([[0.5, 0.5, 0.1], [0.1, 0.1, torch.nan]])
     assert chosen_share(solved, residual) == pytest.approx(2 / 3)  # boards 2 and 3
+
+
+def test_the_animation_ends_when_the_answer_no_longer_changes():
+    answers = torch.tensor(
+        [[0, 1], [1, 1], [0, 1], [1, 0], [1, 0], [1, 0]]
+    )  # of two cells, in six iterations
+    assert final_answer(list(torch.nn.functional.one_hot(answers).float())) == 4
+    assert final_answer([torch.eye(2)]) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 COLORS = {maze.WALL: "#3e4c59", maze.OPEN: "white", maze.START: GREEN, maze.GOAL: ORANGE, maze.PATH: BLUE}
 
 
+AFTER = 6
+"""Iterations that are drawn after the answer is final."""
+
+
 @torch.no_grad()
 def animate(model: ImplicitLM, batch: Batch, spec: PuzzleSpec, path: Path, *, iterations: int) -> Path:
-    """Write the solution of the first solved board as a GIF: one frame per iteration.
+    """Write the solution of a board as a GIF: one frame per iteration until its answer is final.
 
-    A digit or square is drawn as opaque as the model is sure of it.
+    The board is the solved one that took the most iterations. A digit or square is drawn as opaque as the
+    model is sure of it.
     """
     from matplotlib.animation import FuncAnimation, PillowWriter
 
@@ -43,6 +48,7 @@ def animate(model: ImplicitLM, batch: Batch, spec: PuzzleSpec, path: Path, *, it
         model.predict(iterate.hidden_BLD)[0].softmax(-1).cpu()
         for _, iterate in sorted(found.trajectory.items())
     ]
+    probabilities = probabilities[: final_answer(probabilities) + AFTER]
     side = math.isqrt(batch.inputs.shape[1])
     values = model.spec.vocab_size // side**2
     givens = (batch.inputs[row].cpu() % values).tolist()
@@ -61,6 +67,13 @@ def animate(model: ImplicitLM, batch: Batch, spec: PuzzleSpec, path: Path, *, it
     film = FuncAnimation(figure, show, frames=frames, blit=False)
     film.save(path, writer=PillowWriter(fps=4), dpi=72)
     return path
+
+
+def final_answer(probabilities: Sequence[Tensor]) -> int:
+    """Return the number of iterations after which the answer, (L, V) at each iteration, stays the same."""
+    last = probabilities[-1].argmax(-1)
+    others = [number for number, p in enumerate(probabilities, 1) if not torch.equal(p.argmax(-1), last)]
+    return 1 + max(others, default=0)
 
 
 def _digits(axes: Axes, probabilities_LV: Tensor, givens: Sequence[int], side: int) -> None:

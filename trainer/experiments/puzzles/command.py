@@ -26,7 +26,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="starts per board: the model's own, and random ones; the lowest residual is chosen (8)",
+        help="starts per board: the model's own, and random ones; the surest answer is chosen (8)",
     )
     made.add_argument(
         "--noise",

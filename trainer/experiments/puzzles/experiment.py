@@ -1,8 +1,9 @@
 """Test-time compute on puzzles: more iterations, and more starts of which the lowest residual is chosen.
 
-A start that has not converged has a high residual, which needs no knowledge of the solution. So the residual
-chooses between the answers that a board's searches give from several starts (as in "Equilibrium reasoners",
-which restarts its searches; path independence: Anil et al., 2022).
+Of the answers that a board's searches give from several starts, the one is chosen of whose most doubtful cell
+the model is surest; this needs no knowledge of the solution. The share that the lowest residual chooses is
+reported beside it: searches that have all converged differ little in their residuals. (Restarts: "Equilibrium
+reasoners"; path independence: Anil et al., 2022.)
 
 Shape legend: B boards, L cells, R starts, W width of the core.
 """
@@ -69,7 +70,7 @@ def run(
     model.to(place)
     rows = []
     for most in sorted(set(iterations)):
-        solved_RB, residual_RB, mean, seconds = answers(
+        solved_RB, residual_RB, doubt_RB, mean, seconds = answers(
             model, batch, restarts=restarts, noise=noise, max_iterations=most
         )
         rows.append(
@@ -78,7 +79,10 @@ def run(
                 "mean_iterations": mean,
                 "seconds_per_board_and_start": seconds,
                 "converged": float((residual_RB[0] < model.evaluation_stopping.tolerance).double().mean()),
-                "solved": {r: chosen_share(solved_RB[:r], residual_RB[:r]) for r in _powers(restarts)},
+                "solved": {r: chosen_share(solved_RB[:r], doubt_RB[:r]) for r in _powers(restarts)},
+                "solved_by_residual": {
+                    r: chosen_share(solved_RB[:r], residual_RB[:r]) for r in _powers(restarts)
+                },
                 "solved_by_any": float(solved_RB.any(0).double().mean()),
             }
         )
@@ -103,15 +107,15 @@ def run(
 @torch.no_grad()
 def answers(
     model: ImplicitLM, batch: Batch, *, restarts: int, noise: float, max_iterations: int
-) -> tuple[Tensor, Tensor, float, float]:
+) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Solve every board from every start.
 
     Returns:
-        Whether the answer is the solution (R, B), its residual (R, B), the mean number of iterations, and the
-        seconds per board and start.
+        Whether the answer is the solution (R, B), its residual (R, B), its doubt (R, B), which is the largest
+        ``−log p`` of a cell's answer, the mean number of iterations, and the seconds per board and start.
 
     """
-    solved, residuals, counted, began = [], [], [], time.perf_counter()
+    solved, residuals, doubts, counted, began = [], [], [], [], time.perf_counter()
     for first in range(0, len(batch), BOARDS_AT_ONCE):
         part = batch.rows(first, first + BOARDS_AT_ONCE)
         columns = []
@@ -122,12 +126,15 @@ def answers(
             output = model(part.inputs, max_iterations=max_iterations, **options)
             assert output.solution is not None
             right_B = (output.logits.argmax(-1) == part.labels).all(1)
-            columns.append((right_B.cpu(), output.solution.residual.double().cpu()))
+            doubt_B = -output.logits.log_softmax(-1).amax(-1).amin(1)
+            columns.append((right_B.cpu(), output.solution.residual.double().cpu(), doubt_B.cpu()))
             counted.append(output.solution.iterations.double().mean().item())
         solved.append(torch.stack([column[0] for column in columns]))
         residuals.append(torch.stack([column[1] for column in columns]))
+        doubts.append(torch.stack([column[2] for column in columns]))
     seconds = (time.perf_counter() - began) / (restarts * len(batch))
-    return torch.cat(solved, 1), torch.cat(residuals, 1), sum(counted) / len(counted), seconds
+    mean = sum(counted) / len(counted)
+    return torch.cat(solved, 1), torch.cat(residuals, 1), torch.cat(doubts, 1), mean, seconds
 
 
 def noisy_start(model: ImplicitLM, batch: Batch, noise: float, *, seed: int) -> Tensor:
@@ -137,9 +144,9 @@ def noisy_start(model: ImplicitLM, batch: Batch, noise: float, *, seed: int) -> 
     return noise * torch.randn(shape, generator=generator).to(batch.inputs.device)
 
 
-def chosen_share(solved_RB: Tensor, residual_RB: Tensor) -> float:
-    """Return the share of boards whose answer of lowest residual is the solution; NaN counts as highest."""
-    best_B = residual_RB.nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
+def chosen_share(solved_RB: Tensor, measure_RB: Tensor) -> float:
+    """Return the share of boards whose answer of lowest measure is the solution; NaN counts as highest."""
+    best_B = measure_RB.nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
     return float(solved_RB.gather(0, best_B).double().mean())
 
 

@@ -20,7 +20,7 @@ def draw(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     shades = [0.35 + 0.65 * (index + 1) / len(starts) for index in range(len(starts))]
     for count, shade in zip(starts, shades, strict=True):
         solved = [100 * row["solved"][count] for row in rows]
-        label = "one start" if count == 1 else f"best residual of {count} starts"
+        label = "one start" if count == 1 else f"surest of {count} starts"
         axes.plot(most, solved, "o-", color=BLUE if count == 1 else ORANGE, alpha=shade, label=label)
     axes.plot(most, [100 * row["converged"] for row in rows], ":", color=GREY, label="converged, one start")
     axes.plot(most, [100 * row["solved_by_any"] for row in rows], "--", color=GREEN, label="any start")
