@@ -162,6 +162,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the accuracy at the longest test: what iteration adds to models of one size."""
+    from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure
+
+    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    figure = new_figure(width=9.0, height=3.6, title="")
+    axes = figure.subplots()
+    for index, (model, color) in enumerate(zip(MODELS, (BLUE, ORANGE, GREY, GREEN, DARK), strict=True)):
+        best = {
+            task: max(own, key=_chosen_by)["tests"][-1]["accuracy"]
+            for task in tasks
+            if (own := [row for row in rows if (row["task"], row["model"]) == (task, model)])
+        }
+        places = [tasks.index(task) + 0.16 * (index - 2) for task in best]
+        axes.bar(places, [100 * share for share in best.values()], width=0.15, color=color, label=model)
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.22))
+    finish(axes, title="", x="", y="accuracy at 4 times the length (%)")
+    figure.savefig(path, dpi=100)
+
+
 def _chosen_by(row: dict[str, Any]) -> tuple[float, float]:
     return row["tests"][0]["accuracy"], -row["learning_rate"]
 
@@ -183,6 +204,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--table", action="store_true", help="print the table of the results, without training"
     )
+    parser.add_argument("--picture", type=Path, help="with --table: also draw it into this file")
     changes = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in changes])
     if not 0 < options.minutes < float("inf"):
@@ -198,6 +220,8 @@ def main() -> int:
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
     if options.table:
         print(table(rows))
+        if options.picture is not None:
+            draw(rows, options.picture)
         return 0
     try:
         carry_out(options, rows)

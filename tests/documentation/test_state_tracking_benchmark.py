@@ -104,3 +104,14 @@ def test_invalid_combinations_are_refused_before_training(
     assert program.main() == 2
     assert "seq_len" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_the_documented_table_is_that_of_the_results(program: Any) -> None:
+    results = json.loads((REPOSITORY / "benchmarks/results/state_tracking_laptop.json").read_text())
+    assert program.table(results["rows"]) in (REPOSITORY / "docs/reasoning.md").read_text()
+
+
+def test_the_picture_is_drawn(program: Any, tmp_path: Path) -> None:
+    results = json.loads((REPOSITORY / "benchmarks/results/state_tracking_laptop.json").read_text())
+    program.draw(results["rows"], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
