@@ -14,7 +14,6 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from fastapi.sse import format_sse_event
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.serving.bodies import ChatBody, CompletionBody, read
 from implicit_blocks.serving.errors import ApiError, shown
+from implicit_blocks.serving.events import END, event
 from implicit_blocks.serving.formats import Format
 from implicit_blocks.serving.inspect_api import add_inspections
 from implicit_blocks.serving.metrics import Metrics
@@ -71,7 +71,7 @@ def create_app(
             await asyncio.gather(*(asyncio.to_thread(each.engine.close) for each in models.values()))
 
     app = FastAPI(title="implicit_blocks", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.state.served = served
+    app.state.served, app.state.metrics = served, metrics
     app.add_middleware(_Counted, metrics=metrics)
     local = Depends(_host_check(options))
     allowed = [local, Depends(_key_check(options))]
@@ -240,19 +240,15 @@ async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator
         async for found in texts.pieces():
             made = [chunk for pair in found for chunk in chunks(*pair) if chunk is not None]
             if made:
-                yield b"".join(_event(chunk) for chunk in made)
+                yield b"".join(event(chunk) for chunk in made)
         if usage:
-            yield _event(format.closing(texts))
+            yield event(format.closing(texts))
     except ApiError as error:
-        yield _event(error.body())
+        yield event(error.body())
     except Exception:
         _LOG.exception("a stream failed")
-        yield _event(_UNEXPECTED.body())
-    yield format_sse_event(data_str="[DONE]")
-
-
-def _event(chunk: dict[str, Any]) -> bytes:
-    return format_sse_event(data_str=to_json(chunk, inf_nan_mode="null").decode())
+        yield event(_UNEXPECTED.body())
+    yield END
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
@@ -23,6 +22,7 @@ from implicit_blocks.decoding import ContinuousDecoder
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.bodies import MOST_TOKENS, read
 from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.events import END, event
 from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.reports import token_reports
 from implicit_blocks.serving.word_problem import WordProblem
@@ -256,10 +256,10 @@ class _Stream(StreamingResponse):
 async def _events(reports: _Reports) -> AsyncIterator[bytes]:
     try:
         async for report in reports:
-            yield format_sse_event(data_str=_dumped(report))
+            yield event(report)
     except ApiError as error:
-        yield format_sse_event(data_str=_dumped(error.body()))
-    yield format_sse_event(data_str="[DONE]")
+        yield event(error.body())
+    yield END
 
 
 def _dumped(value: Mapping[str, Any]) -> str:

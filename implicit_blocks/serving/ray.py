@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
+from prometheus_client.core import Metric
 from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from implicit_blocks._utils.devices import choose_device
@@ -24,6 +27,8 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, for Ray's own fields
         from ray import serve
+
+    from implicit_blocks.serving.relay import Part, Relay, respond
 except ImportError as error:
     raise ImportError(
         f"implicit_blocks.serving.ray needs Ray Serve ({error}); {install_extra('ray')}", name="ray"
@@ -64,6 +69,9 @@ class Arguments(BaseModel):
         return self
 
 
+_RELAYED = 256
+"""The number of requests per process of the ingress above which Ray adds another."""
+
 _OPTIONS = {field.name for field in fields(ServerOptions)} - {"host", "port", "api_key"}
 
 
@@ -99,13 +107,25 @@ def app(arguments: dict[str, Any]) -> Any:
 
     deployment: Any = serve.deployment(
         serve.ingress(build)(_Replica),
-        name="implicit_blocks",
+        name="replica",
         ray_actor_options={"num_cpus": given.cpus, "num_gpus": gpus},
         autoscaling_config={**replicas, "target_ongoing_requests": options.max_batch_size},
         max_ongoing_requests=2 * room,  # more than fit, so that a full replica answers 429 itself
         graceful_shutdown_timeout_s=options.shutdown_seconds,
     )
-    return deployment.bind()
+    relay: Any = serve.deployment(
+        Relay,
+        name="ingress",
+        ray_actor_options={"num_cpus": 0},
+        autoscaling_config={
+            "min_replicas": 1,
+            "max_replicas": replicas["max_replicas"],
+            "target_ongoing_requests": _RELAYED,
+        },
+        max_ongoing_requests=2 * room * replicas["max_replicas"],
+        graceful_shutdown_timeout_s=options.shutdown_seconds,
+    )
+    return relay.bind(deployment.bind(), options.max_body_bytes)
 
 
 def _absolute(path: Path | None) -> Any:
@@ -117,6 +137,18 @@ class _Replica:
     """A server in one of Ray's processes."""
 
     app: Any  # of Ray's wrapper
+
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Part]:
+        """Yield the response of the server to a request, by parts."""
+        async with aclosing(respond(self.app, scope, body)) as parts:
+            async for part in parts:
+                yield part
+
+    def metrics(self) -> tuple[str, list[Metric]]:
+        """Return the name of the replica, and its metrics."""
+        return serve.get_replica_context().replica_id.unique_id, list(
+            self.app.state.metrics.registry.collect()
+        )
 
     def check_health(self) -> None:
         """Report to Ray whether requests can be served; Ray replaces a replica that is not healthy.

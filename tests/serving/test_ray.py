@@ -6,6 +6,7 @@ import http.client
 import importlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ import pytest
 import yaml
 
 import implicit_blocks as ib
+from implicit_blocks.serving.language import Bytes
 from implicit_blocks.serving.options import KEY_VARIABLE
 
 PROMPTS = {"Hello": 12, "one": 20, "two words": 9, "z": 16}
@@ -36,11 +39,13 @@ def on_ray(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_arguments_set_the_replicas_and_their_resources(on_ray, tmp_path):
     arguments = {"source": str(tmp_path), "min_replicas": "2", "max_replicas": "8", "gpus": "1", "cpus": "2"}
-    deployment = on_ray.app({**arguments, "max_batch_size": "32"})._bound_deployment
+    ingress = on_ray.app({**arguments, "max_batch_size": "32"})._bound_deployment
+    deployment = ingress.init_args[0]._bound_deployment
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 8, 32)
     assert deployment.ray_actor_options["num_gpus"] == 1
     assert deployment.ray_actor_options["num_cpus"] == 2
+    assert ingress.ray_actor_options["num_cpus"] == 0
 
 
 @pytest.mark.parametrize(
@@ -99,8 +104,23 @@ def descendants(root: int) -> dict[int, str]:
     return found
 
 
-def complete(port: int, prompt: str, *, stream: bool) -> tuple[int, str | None]:
-    """Return the status of a request, and its text; None if the answer is not complete."""
+@dataclass
+class Outcome:
+    """The response to a request: its status (0: the connection broke), text, and the code of its error."""
+
+    prompt: str
+    stream: bool
+    status: int
+    text: str = ""
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.status == 200 and self.error is None
+
+
+def complete(port: int, prompt: str, *, stream: bool) -> Outcome:
+    """Send a request and return what came of it."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": PROMPTS[prompt], "temperature": 0}
     try:
@@ -112,21 +132,42 @@ def complete(port: int, prompt: str, *, stream: bool) -> tuple[int, str | None]:
         )
         answer = connection.getresponse()
         received = answer.read().decode()
-    except (OSError, http.client.HTTPException):
-        return 0, None
+    except (OSError, http.client.HTTPException) as error:
+        return Outcome(prompt, stream, 0, error=repr(error))
     finally:
         connection.close()
     if answer.status != 200:
-        return answer.status, None
+        return Outcome(prompt, stream, answer.status, error=received)
     if not stream:
-        return 200, json.loads(received)["choices"][0]["text"]
-    lines = [line.removeprefix("data: ") for line in received.split("\n\n") if line]
-    if not lines or lines[-1] != "[DONE]":
-        return 200, None
-    chunks = [json.loads(line) for line in lines[:-1]]
-    if any("error" in chunk for chunk in chunks):
-        return 200, None
-    return 200, "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        return Outcome(prompt, stream, 200, json.loads(received)["choices"][0]["text"])
+    *lines, end = [line.removeprefix("data: ") for line in received.split("\n\n") if line]
+    chunks = [json.loads(line) for line in lines]
+    errors = [chunk["error"]["code"] for chunk in chunks if "error" in chunk]
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks if "error" not in chunk)
+    return (
+        Outcome(prompt, stream, 200, text, *errors)
+        if end == "[DONE]"
+        else Outcome(prompt, stream, 0, text, end)
+    )
+
+
+def replica_processes(root: int) -> list[int]:
+    """Return the processes of replicas, without the ingress."""
+    return [
+        pid for pid, line in descendants(root).items() if line.startswith("ray::ServeReplica:model:replica")
+    ]
+
+
+def get(port: int, path: str) -> str:
+    """Return the body of a path."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read().decode()
+    finally:
+        connection.close()
 
 
 @pytest.fixture
@@ -162,7 +203,7 @@ def replicas(model: Any, tmp_path: Path) -> Iterator[tuple[int, int]]:
         )
     try:
         ends = time.monotonic() + 240
-        while complete(port, "z", stream=False)[1] is None:
+        while not complete(port, "z", stream=False).finished:
             assert started.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < ends, log.read_text()[-4000:]
             time.sleep(1)
@@ -181,26 +222,24 @@ def replicas(model: Any, tmp_path: Path) -> Iterator[tuple[int, int]]:
                     continue
 
 
+@pytest.fixture
+def expected(model: Any) -> dict[str, str]:
+    """Return the texts of ``generate`` alone."""
+    found = {}
+    for prompt, count in PROMPTS.items():
+        made = ib.generate(model, [list(prompt.encode())], max_new_tokens=count, stop_token_ids=[256])
+        found[prompt] = Bytes().decode(made.tokens[0].tolist())
+    return found
+
+
 @pytest.mark.slow
-def test_a_killed_replica_loses_its_own_requests_at_most(replicas, model, record_property):
+def test_only_streams_of_a_killed_replica_are_lost_and_say_so(replicas, expected, record_property):
     port, process = replicas
-    expected = {
-        prompt: bytes(
-            token
-            for token in ib.generate(
-                model, [list(prompt.encode())], max_new_tokens=count, stop_token_ids=[256]
-            )
-            .tokens[0]
-            .tolist()
-            if token < 256
-        ).decode(errors="replace")
-        for prompt, count in PROMPTS.items()
-    }
-    workers = [pid for pid, line in descendants(process).items() if line.startswith("ray::ServeReplica")]
+    workers = replica_processes(process)
     assert len(workers) == 2
-    work = [(prompt, stream) for prompt in PROMPTS for stream in (True, False)] * 25
-    outcomes: list[tuple[str, int, str | None]] = []
-    clients = 8
+    count, clients = 400, 16
+    work = [(prompt, stream) for prompt in PROMPTS for stream in (True, False)] * (count // 8)
+    outcomes: list[Outcome] = []
 
     def client(_: int) -> None:
         while True:
@@ -208,11 +247,11 @@ def test_a_killed_replica_loses_its_own_requests_at_most(replicas, model, record
                 prompt, stream = work.pop()
             except IndexError:
                 return
-            outcomes.append((prompt, *complete(port, prompt, stream=stream)))
+            outcomes.append(complete(port, prompt, stream=stream))
 
     def kill() -> None:
-        while len(outcomes) < 60:
-            time.sleep(0.01)
+        while len(outcomes) < count // 4:
+            time.sleep(0.001)
         os.kill(workers[0], signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
@@ -220,15 +259,19 @@ def test_a_killed_replica_loses_its_own_requests_at_most(replicas, model, record
     with ThreadPoolExecutor(clients) as pool:
         list(pool.map(client, range(clients)))
     killer.join()
-    finished = [(prompt, text) for prompt, _, text in outcomes if text is not None]
-    broken = [status for _, status, text in outcomes if text is None]
-    print(f"{len(outcomes)} requests, {len(finished)} finished, not finished: {broken}")
+    broken = [outcome for outcome in outcomes if not outcome.finished]
+    print(f"{len(outcomes)} requests, not finished: {broken}")
     record_property("not_finished", len(broken))
-    assert len(outcomes) == 200
-    assert [prompt for prompt, text in finished if text != expected[prompt]] == []
+    assert len(outcomes) == count
+    assert [o for o in outcomes if o.finished and o.text != expected[o.prompt]] == []
+    assert [o for o in broken if not (o.stream and o.text and o.error == "replica_ended")] == []
+    assert [o for o in broken if not expected[o.prompt].startswith(o.text)] == []
     assert len(broken) <= clients
     ends = time.monotonic() + 120
-    while len([1 for line in descendants(process).values() if line.startswith("ray::ServeReplica")]) < 2:
+    while len(replica_processes(process)) < 2:
         assert time.monotonic() < ends, "the replica was not replaced"
         time.sleep(1)
-    assert complete(port, "z", stream=True) == (200, expected["z"])
+    assert complete(port, "z", stream=True).text == expected["z"]
+    while len(names := set(re.findall(r'slots{replica="(.+?)"} 4.0', get(port, "/metrics")))) < 2:
+        assert time.monotonic() < ends, names
+        time.sleep(1)
