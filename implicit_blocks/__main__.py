@@ -284,6 +284,21 @@ def _add_generate(commands: Any) -> None:
         metavar="P",
         help="sample from the smallest set of tokens with total probability P",
     )
+    command.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from tokens with at least this share of the largest probability",
+    )
+    command.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="divide the positive logits of tokens in the text by X, multiply the negative ones",
+    )
+    command.add_argument(
+        "--stop", nargs="+", default=(), metavar="TEXT", help="end a continuation before the first of these"
+    )
     command.add_argument("--seed", type=int, default=0, help="sampling seed (default: 0)")
     command.add_argument(
         "--tolerance", type=float, metavar="X", help="search tolerance (default: the spec's)"
@@ -305,6 +320,9 @@ def _generate(options: argparse.Namespace) -> None:
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            stop=options.stop,
             seed=options.seed,
             tolerance=options.tolerance,
         )

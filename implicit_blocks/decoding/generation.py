@@ -13,6 +13,13 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.decoding.generated import CallStatistics, Generated, Step
+from implicit_blocks.decoding.processors import (
+    Criteria,
+    Processors,
+    check_processors,
+    ends_text,
+    process_logits,
+)
 from implicit_blocks.decoding.prompts import (
     Prompts,
     check_model,
@@ -40,6 +47,8 @@ class Options(SearchKwargs, total=False):
     top_p: float | None
     seed: int | Sequence[int]
     stop_token_ids: Sequence[int]
+    logits_processor: Processors | None
+    stopping_criteria: Criteria | None
     pad_token: int
     max_length: int | None
     window_length: int | None
@@ -58,6 +67,8 @@ def generate(
     top_p: float | None = None,
     seed: int | Sequence[int] = 0,
     stop_token_ids: Sequence[int] = (),
+    logits_processor: Processors | None = None,
+    stopping_criteria: Criteria | None = None,
     pad_token: int = 0,
     max_length: int | None = None,
     window_length: int | None = None,
@@ -81,6 +92,11 @@ def generate(
         top_p: sample from the most likely tokens that together have this probability.
         seed: one seed per row, or the first one: rows then use ``seed``, ``seed + 1``, …
         stop_token_ids: a row ends with the first of these tokens that it generates.
+        logits_processor: changes the logits before temperature, top-k and top-p: a function
+            ``(input_ids, scores)``, several, or a ``LogitsProcessorList`` of transformers. It is called for
+            each row alone (``implicit_blocks.decoding.processors``).
+        stopping_criteria: end a row beside the stop tokens: a function ``(input_ids, scores)``, several, or a
+            ``StoppingCriteriaList`` of transformers; called for each row alone.
         pad_token: fills rows after their end.
         max_length: maximum number of tokens per row, the prompt included: longer prompts raise, and rows end
             there. None: no limit.
@@ -93,11 +109,12 @@ def generate(
             ``loops``; all but ``start`` and ``trajectory``.
 
     Returns:
-        Generated: tokens (B, N) int64, the outcome of each search, and on request logits (B, N, V).
+        Generated: tokens (B, N) int64, the outcome of each search, and on request the model's logits
+        (B, N, V), before processors.
 
     Raises:
-        ValueError: for prompts that are empty, too long or have unknown tokens, options out of range, or a
-            model in training mode.
+        ValueError: for prompts that are empty, too long or have unknown tokens, options out of range, a
+            processor that excludes all tokens, or a model in training mode.
 
     """
     run = _Run(
@@ -110,6 +127,8 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop_token_ids=stop_token_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
         pad_token=pad_token,
         max_length=max_length,
         window_length=window_length,
@@ -147,6 +166,8 @@ class _Run:
         top_p: float | None = None,
         seed: int | Sequence[int] = 0,
         stop_token_ids: Sequence[int] = (),
+        logits_processor: Processors | None = None,
+        stopping_criteria: Criteria | None = None,
         pad_token: int = 0,
         max_length: int | None = None,
         window_length: int | None = None,
@@ -170,6 +191,11 @@ class _Run:
         self.keys_BN = noise_keys(self.seeds, self.count, device=self.device) if self.sampling.draws else None
         self.stops = check_stop_token_ids(stop_token_ids, vocab_size=model.spec.vocab_size)
         self.stop_token_ids = torch.tensor(self.stops, dtype=torch.int64, device=self.device)
+        if logits_processor is not None or stopping_criteria is not None:
+            check_processors(logits_processor, stopping_criteria)
+        self.processor, self.criteria = logits_processor, stopping_criteria
+        self.texts = [row if self.valid is None else row[self.valid[n]] for n, row in enumerate(self.ids)]
+        """The tokens of each row so far, for processors and criteria."""
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
@@ -203,6 +229,8 @@ class _Run:
             pad_token=self.pad_token,
             window_length=self.window_length,
             max_in_flight=self.max_in_flight,
+            logits_processor=self.processor,
+            stopping_criteria=self.criteria,
             **self.search_kwargs,
         )
         for step in slots.steps():
@@ -242,9 +270,12 @@ class _Run:
             logits = model.predict(encoded.hidden_BLD[torch.arange(len(rows), device=self.device), end])
             logits = logits[:, : model.spec.vocab_size]
             keys = None if self.keys_BN is None else self.keys_BN[rows, number]
-            tokens = self.sampling.choose(logits, keys).masked_fill(~live, self.pad_token)
+            tokens = self.sampling.choose(self._processed(logits, rows, live), keys)
+            tokens = tokens.masked_fill(~live, self.pad_token)
             yield self._step(tokens, logits, _status(encoded.solution, end), rows, live)
-            stopped = live & torch.isin(tokens, self.stop_token_ids)
+            stopped = live & (
+                torch.isin(tokens, self.stop_token_ids) | self._ends(tokens, logits, rows, live)
+            )
             self.stopped_B[rows] |= stopped
             live = live & ~stopped & (number + 1 < self.limit_B[rows])
             remaining = int(live.sum())
@@ -257,6 +288,26 @@ class _Run:
             # 0 at padding: the pad token may be outside the vocabulary.
             ids, window_length = tokens.masked_fill(~live, 0)[:, None], None
             valid = None if remaining == len(rows) else live[:, None]
+
+    def _processed(self, logits: Tensor, rows: Tensor, live: Tensor) -> Tensor:
+        """Return the logits of the computed rows after the processors."""
+        if self.processor is None:
+            return logits
+        pairs = zip(rows.tolist(), logits, live.tolist(), strict=True)
+        return torch.stack(
+            [process_logits(self.processor, self.texts[n], one) if on else one for n, one, on in pairs]
+        )
+
+    def _ends(self, tokens: Tensor, logits: Tensor, rows: Tensor, live: Tensor) -> Tensor:
+        """Append the tokens to their texts, and return where a criterion holds, (B,) bool."""
+        ends = torch.zeros_like(live)
+        if self.processor is None and self.criteria is None:
+            return ends
+        for place, (row, on) in enumerate(zip(rows.tolist(), live.tolist(), strict=True)):
+            if on:
+                self.texts[row] = torch.cat((self.texts[row], tokens[place : place + 1]))
+                ends[place] = ends_text(self.criteria, self.texts[row], logits[place])
+        return ends
 
     def _step(
         self, tokens: Tensor, logits: Tensor, status: tuple[Tensor, ...], rows: Tensor, live: Tensor

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.decoding import NewToken, Request
+from implicit_blocks.decoding.processors import each
 from implicit_blocks.solution import Solution
 
 
@@ -163,7 +164,7 @@ class _Text:
 
         request, sampling = self.request, self.request.sampling
         ids = torch.as_tensor(request.prompt, device=self._device)[None]
-        ends = list(request.stop_token_ids)
+        ends, processors = list(request.stop_token_ids), each(request.logits_processor)
         # A rule of its own, since transformers fills what is missing from the model's generation_config.
         rule: dict[str, Any] = {"do_sample": sampling.draws}
         if sampling.draws:
@@ -179,7 +180,7 @@ class _Text:
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=config,
-            logits_processor=LogitsProcessorList([self._keep]),
+            logits_processor=LogitsProcessorList([self._keep, *processors]),
             streamer=self,
         )
 

@@ -16,9 +16,10 @@ MOST_TOKENS = 1 << 24
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
 MOST_LOGPROBS = 20
+MOST_BIASES = 1024
 
 Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -48,11 +49,14 @@ class CommonBody(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Accepted with the values that change nothing, which some clients always send.
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)] | None
+    ) = None
     # Extensions.
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     tolerance: Annotated[float, Field(gt=0, le=1e6)] | None = None
     max_iterations: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     return_iterations: bool | None = None

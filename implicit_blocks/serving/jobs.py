@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from implicit_blocks.decoding import Sampling
+from implicit_blocks.decoding.processors import LogitsProcessor
 from implicit_blocks.serving.errors import ApiError
 
 
@@ -70,6 +71,7 @@ class Job:
     max_tokens: int
     events: asyncio.Queue[tuple[Job, Event]]
     sampling: Sampling = field(default_factory=Sampling)
+    logits_processor: Sequence[LogitsProcessor] = ()
     seed: int = 0
     stop_token_ids: Sequence[int] = ()
     tolerance: float | None = None

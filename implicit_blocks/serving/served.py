@@ -20,6 +20,7 @@ from implicit_blocks.serving.inspect_api import MOST_INSPECTED, InspectionBody
 from implicit_blocks.serving.jobs import Job
 from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.penalties import processors_of
 from implicit_blocks.serving.texts import Text, Texts
 from implicit_blocks.serving.word_problem import WordProblem, described
 
@@ -220,13 +221,16 @@ class ServedModel:
         texts = []
         for index in range(count * len(prompts)):
             prompt = prompts[index // count]
+            length = len(prompt.tokens)
+            processors, sampling = processors_of(body, prompt=length, vocab_size=self.vocab_size)
             job = Job(
                 name=name,
                 index=index,
                 prompt=prompt.tokens,
                 max_tokens=tokens,
                 events=events,
-                sampling=body.sampling,
+                sampling=sampling,
+                logits_processor=processors,
                 seed=seed + index,
                 stop_token_ids=stop_token_ids,
                 tolerance=body.tolerance,

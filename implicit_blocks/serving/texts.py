@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from implicit_blocks.decoding.stop_strings import StopScanner
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.jobs import Event, Failed, Job, LogProbability, PromptRead, TokenMade
 from implicit_blocks.serving.language import Language
-from implicit_blocks.serving.stops import StopScanner
 
 
 class Runner(Protocol):

@@ -299,6 +299,7 @@ def _request_of(job: Job) -> Request:
         prompt=job.prompt,
         max_new_tokens=job.max_tokens,
         sampling=job.sampling,
+        logits_processor=job.logits_processor or None,
         seed=job.seed,
         stop_token_ids=job.stop_token_ids,
         tolerance=job.tolerance,

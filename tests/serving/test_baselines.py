@@ -127,6 +127,13 @@ def test_a_stop_string_ends_the_turns_of_a_text(baseline):
     assert baseline.idle()
 
 
+def test_a_repetition_penalty_is_that_of_generate(baseline):
+    tokens = alone(baseline.model, list(b"Hello"), 9, repetition_penalty=1.9, do_sample=False)
+    tokens = tokens[: tokens.index(256)] if 256 in tokens else tokens
+    reply = baseline.complete("Hello", max_tokens=9, repetition_penalty=1.9)
+    assert text_of(reply) == baseline.language.decode(tokens)
+
+
 def test_log_probabilities_are_those_of_the_model(baseline):
     reply = baseline.complete("Hello", max_tokens=3, echo=True, logprobs=2)
     tokens = [*b"Hello", *alone(baseline.model, list(b"Hello"), 3)]

@@ -82,6 +82,39 @@ def test_a_temperature_of_zero_ignores_the_other_sampling_options(server):
     assert text_of(server.complete("abc", max_tokens=4, top_p=0.9, top_k=4)) == plain
 
 
+def test_penalties_and_biases_change_the_logits_as_openai_defines(server):
+    prompt, bias = list(b"abca"), {"97": 3.5, "101": -100}
+
+    def changed(input_ids, scores):
+        for token in range(scores.shape[1]):
+            count = input_ids[0, len(prompt) :].tolist().count(token)
+            scores[0, token] += bias.get(str(token), 0.0) - 1.5 * count - 0.5 * (count > 0)
+        return scores
+
+    expected = server.expected(prompt, 9, logits_processor=changed)
+    given = {"max_tokens": 9, "logit_bias": bias, "frequency_penalty": 1.5, "presence_penalty": 0.5}
+    assert text_of(server.complete(prompt, **given)) == expected
+    assert expected != server.expected(prompt, 9)
+    neutral = {"logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1}
+    assert text_of(server.complete(prompt, max_tokens=9, **neutral)) == server.expected(prompt, 9)
+
+
+def test_min_p_and_repetition_penalty_are_those_of_transformers(server, monkeypatch):
+    hf = pytest.importorskip("transformers", reason="transformers is not installed").generation
+    penalty, drawn = hf.RepetitionPenaltyLogitsProcessor(1.8), {"temperature": 1.0, "seed": 4}
+    warpers = [penalty, hf.TemperatureLogitsWarper(3.0), hf.TopKLogitsWarper(40), hf.MinPLogitsWarper(0.4)]
+    expected = server.expected(list(b"abc"), 9, logits_processor=warpers, **drawn)
+    given = {"max_tokens": 9, "repetition_penalty": 1.8, "min_p": 0.4}
+    rule = {"temperature": 3.0, "top_k": 40, "seed": 4}
+    assert text_of(server.complete("abc", **given, **rule)) == expected
+    greedy = server.expected(list(b"abc"), 9, logits_processor=penalty)
+    assert text_of(server.complete("abc", **given)) == greedy  # min_p has no effect on it
+    monkeypatch.setattr("implicit_blocks.hf.find_spec", lambda name: None)
+    reply = server.complete("abc", **given)
+    assert (reply.status, reply.error["param"]) == (400, "repetition_penalty")
+    assert "transformers" in reply.error["message"]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_across_chunks_ends_the_text_before_it(server, size, stream):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from implicit_blocks.decoding.stop_strings import StopScanner
 from implicit_blocks.serving.language import Bytes, Numbers, Words, language_of
-from implicit_blocks.serving.stops import StopScanner
 
 
 def scanned(pieces, stops):

@@ -87,6 +87,49 @@ def of_bytes(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
+def test_a_stop_text_ends_a_continuation(of_bytes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(of_bytes), "the cät", "--max-new-tokens", "8"]
+    assert main(command) == 0
+    whole = capsys.readouterr().out.removesuffix("\n")
+    made = whole.removeprefix("the cät")
+    stop = made[2:4]
+    assert main([*command, "--stop", stop, "never in the text"]) == 0
+    assert capsys.readouterr().out == f"the cät{made[: made.index(stop)]}\n"
+    assert main([*command, "--stop", ""]) == 2
+    assert "--stop has an empty text" in capsys.readouterr().err
+
+
+def test_options_of_transformers_reach_the_processors(
+    of_bytes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generation = pytest.importorskip("transformers", reason="transformers is not installed").generation
+    command = ["generate", str(of_bytes), "the cat", "--max-new-tokens", "6"]
+    drawn = ["--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.3", "--seed", "4"]
+    assert main([*command, *drawn, "--repetition-penalty", "1.3"]) == 0
+    warpers = generation.LogitsProcessorList(
+        [
+            generation.RepetitionPenaltyLogitsProcessor(1.3),
+            generation.TemperatureLogitsWarper(2.0),
+            generation.TopKLogitsWarper(50),
+            generation.TopPLogitsWarper(0.9),
+            generation.MinPLogitsWarper(0.3),
+        ]
+    )
+    options = {"temperature": 1.0, "seed": 4, "logits_processor": warpers, "stop_token_ids": [256]}
+    prompt = list(b"the cat")
+    made = ib.generate(ib.load_model(of_bytes), [prompt], max_new_tokens=6, **options)
+    ids = made.tokens[0, : int(made.lengths[0])].tolist()
+    text = bytes([*prompt, *(token for token in ids if token < 256)]).decode(errors="replace")
+    assert capsys.readouterr().out == f"{text}\n"
+    for wrong, message in (
+        (["--min-p", "0.1"], "with a temperature above 0"),
+        (["--min-p", "1.1", "--temperature", "1"], "min_p is 1.1"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+    ):
+        assert main([*command, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
 WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed

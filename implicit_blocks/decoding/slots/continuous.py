@@ -172,8 +172,9 @@ class ContinuousDecoder:
 
         Raises:
             ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens outside the
-                vocabulary, an invalid seed, ``max_new_tokens`` below 1, or a tolerance or maximum number of
-                iterations that is invalid or that the decoder does not accept.
+                vocabulary, an invalid seed, ``max_new_tokens`` below 1, processors or criteria that cannot be
+                called, or a tolerance or maximum number of iterations that is invalid or that the decoder
+                does not accept.
 
         """
         check_limits(request, self.batch.search.stopping, accepted=self.accepts_limits)

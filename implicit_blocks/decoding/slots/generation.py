@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.decoding.generated import Step
+from implicit_blocks.decoding.processors import Criteria, Processors
 from implicit_blocks.decoding.sampling import Sampling
 from implicit_blocks.decoding.slots.continuous import ContinuousDecoder
 from implicit_blocks.decoding.slots.texts import NewToken, Request
@@ -37,6 +38,8 @@ class SlotGeneration:
         pad_token: fills rows after their end.
         window_length: number of tokens per window of the prompts.
         max_in_flight: maximum number of tokens of a row in flight; None: 1.
+        logits_processor: changes the logits of each row.
+        stopping_criteria: end rows, beside the stop tokens.
         search: options of the searches that differ from the spec.
 
     """
@@ -54,10 +57,11 @@ class SlotGeneration:
         pad_token: int,
         window_length: int | None,
         max_in_flight: int | None = None,
+        logits_processor: Processors | None = None,
+        stopping_criteria: Criteria | None = None,
         **search: Unpack[SearchKwargs],
     ) -> None:
         self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
-        self.stop_token_ids = stop_token_ids
         rows = [row if valid_BL is None else row[valid_BL[number]] for number, row in enumerate(ids_BL)]
         max_seq_len = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
         self.decoder = ContinuousDecoder(
@@ -72,7 +76,13 @@ class SlotGeneration:
         self._prompts: dict[int, tuple[Solution, int]] = {}
         for row, limit, seed in zip(rows, limits, seeds, strict=True):
             request = Request(
-                prompt=row, max_new_tokens=limit, sampling=sampling, seed=seed, stop_token_ids=stop_token_ids
+                prompt=row,
+                max_new_tokens=limit,
+                sampling=sampling,
+                seed=seed,
+                stop_token_ids=stop_token_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
             )
             self.decoder.submit(request)
         self.made: list[list[NewToken]] = [[] for _ in rows]
@@ -85,7 +95,7 @@ class SlotGeneration:
             while not self._ready(number):
                 for new in self.decoder.step():
                     self.made[new.request].append(new)
-                    self.stopped[new.request] |= new.token in self.stop_token_ids
+                    self.stopped[new.request] |= new.stopped
             if not any(len(row) > number for row in self.made):
                 return
             yield self._step(number)

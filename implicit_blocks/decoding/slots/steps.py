@@ -63,6 +63,7 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
     decoder.batch.point("choose", rows, [place in texts for place in range(size)], on)
     decoder.batch.predict(size)
     places = decoder.batch.places("choose", size)
+    logits = places.logits_RV.clone()  # the model's, which processors change
     draw_tokens(decoder.batch, places, texts)
     if decoder.wavefront is None:
         decoder.batch.begin(size)
@@ -75,7 +76,6 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
             )
         report_searches(decoder.batch, size)
         decoder.wavefront.begin(places.rows_R, places.where_R & places.on_R)
-    logits = places.logits_RV.clone()
     decoder._chosen.append(Chosen(decoder.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
     for text in texts.values():
         text.chosen += 1
@@ -99,12 +99,11 @@ def fly(decoder: ContinuousDecoder, wavefront: Wavefront, size: int) -> None:
     rows_R = decoder.batch.places("step", size).rows_R
     texts = {place: text for place, slot in enumerate(decoder._rows) if (text := decoder.texts[slot])}
     wavefront.call(size)
+    results = wavefront.results(size)
+    logits = results.logits.clone()  # the model's, which processors change
     draw_in_flight(wavefront, size, rows_R, texts)
     wavefront.decide(size)
     decoder.calls += 1
     decoder.rows_called += size
-    results = wavefront.results(size)
     report = AsyncHostCopy(results.report)
-    decoder._chosen.append(
-        Flown(decoder.calls - 1, list(decoder._rows), texts, results.logits.clone(), report)
-    )
+    decoder._chosen.append(Flown(decoder.calls - 1, list(decoder._rows), texts, logits, report))

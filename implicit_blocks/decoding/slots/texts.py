@@ -1,19 +1,26 @@
 """Texts of continuous decoding: requests, their progress, and the reports of their tokens.
 
-Shape legend: V vocabulary, R slots of a step, W tokens in flight.
+Shape legend: V vocabulary, R slots of a step, W tokens in flight, T tokens of a text.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.cuda.procedures import put_
+from implicit_blocks.decoding.processors import (
+    Criteria,
+    Processors,
+    check_processors,
+    ends_text,
+    process_logits,
+)
 from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
 from implicit_blocks.decoding.slots.batch import Places, SlotBatch
 from implicit_blocks.decoding.slots.wavefront import Wavefront
@@ -29,6 +36,8 @@ class Request:
 
     ``seed`` is that of the row's random generator. ``tolerance`` and ``max_iterations`` of its searches
     differ from the decoder's where they are not None, which requires ``limits_per_request``.
+    ``logits_processor`` changes the logits before ``sampling``, and ``stopping_criteria`` end the text, as in
+    ``generate``.
     """
 
     prompt: Sequence[int] | Tensor
@@ -38,14 +47,17 @@ class Request:
     stop_token_ids: Sequence[int] = ()
     tolerance: float | None = None
     max_iterations: int | None = None
+    logits_processor: Processors | None = None
+    stopping_criteria: Criteria | None = None
 
 
 @dataclass(frozen=True)
 class NewToken:
     """A generated token, the number of its request, and whether it is the last one.
 
-    ``logits`` (V,) are those that it was chosen from; ``iterations``, ``residual`` and ``converged`` report
-    its search, and are None in explicit models.
+    ``logits`` (V,) are the model's that it was chosen from, before processors; ``iterations``, ``residual``
+    and ``converged`` report its search, and are None in explicit models. ``stopped``: a stop token or a
+    criterion ended the text.
     """
 
     request: int
@@ -55,6 +67,7 @@ class NewToken:
     iterations: int | None = None
     residual: float | None = None
     converged: bool | None = None
+    stopped: bool = False
 
 
 class Text:
@@ -70,14 +83,32 @@ class Text:
         count, sampling = request.max_new_tokens, request.sampling
         seeds = seeds_of(request.seed, 1)
         self.keys_N = noise_keys(seeds, count, device=ids.device)[0] if sampling.draws else None
+        self.tokens_T: Tensor | None = None
+        """The prompt and the new tokens, for processors and criteria."""
+        if request.logits_processor is not None or request.stopping_criteria is not None:
+            check_processors(request.logits_processor, request.stopping_criteria)
+            self.tokens_T = torch.cat((ids[0], ids.new_zeros(count)))
 
     def took(self, numbers: Sequence[float], logits_V: Tensor, *, searched: bool) -> NewToken:
         """Count a token, given the numbers of a report, and end the text if it is the last one."""
         token, iterations, residual, converged = numbers
+        stopped = token in self.request.stop_token_ids
+        if self.tokens_T is not None:
+            end = self.ids.shape[1] + self.made
+            self.tokens_T[end] = int(token)
+            stopped |= ends_text(self.request.stopping_criteria, self.tokens_T[: end + 1], logits_V)
         self.made += 1
-        self.ended = self.made == self.request.max_new_tokens or token in self.request.stop_token_ids
-        how = (int(iterations), residual, bool(converged)) if searched else ()
-        return NewToken(self.number, int(token), self.ended, logits_V, *how)
+        self.ended = stopped or self.made == self.request.max_new_tokens
+        new = NewToken(self.number, int(token), self.ended, logits_V, stopped=stopped)
+        if not searched:
+            return new
+        return replace(new, iterations=int(iterations), residual=residual, converged=bool(converged))
+
+    def process(self, length: int, logits_V: Tensor) -> None:
+        """Apply the processors in place to the logits after the first ``length`` tokens."""
+        assert self.tokens_T is not None
+        if self.request.logits_processor is not None:
+            logits_V.copy_(process_logits(self.request.logits_processor, self.tokens_T[:length], logits_V))
 
 
 @dataclass(frozen=True)
@@ -163,31 +194,43 @@ def alike(entering: Sequence[tuple[int, Text]]) -> Iterator[list[tuple[int, Text
 
 
 def by_rule(texts: dict[int, Text]) -> dict[Sampling, list[int]]:
-    """Return the places of texts that are sampled, by their rule."""
+    """Return the places of texts that do not take the model's most likely token, by their rule."""
     places: dict[Sampling, list[int]] = defaultdict(list)
     for place, text in texts.items():
-        if text.request.sampling.draws:
+        if text.request.sampling.draws or text.request.logits_processor is not None:
             places[text.request.sampling].append(place)
     return places
 
 
 def draw_tokens(batch: SlotBatch, places: Places, texts: dict[int, Text]) -> None:
-    """Sample tokens for the texts that request it; texts with the same rule are sampled together."""
+    """Process logits and sample tokens for the texts that request it; texts with one rule together."""
+    own = [(place, text) for place, text in texts.items() if text.tokens_T is not None]
+    for place, text in own:
+        text.process(text.ids.shape[1] + text.chosen, places.logits_RV[place])
     for sampling, drawing in by_rule(texts).items():
         keys = [torch.zeros((), dtype=torch.int64, device=batch.device)] * len(places.rows_R)
         for place in drawing:
             keys_N = texts[place].keys_N
-            assert keys_N is not None
-            keys[place] = keys_N[texts[place].chosen]
+            keys[place] = keys[place] if keys_N is None else keys_N[texts[place].chosen]
         where = torch.zeros_like(places.where_R)
         put_(where, [place in drawing for place in range(len(keys))])
         chosen = sampling.choose(places.logits_RV, torch.stack(keys))
         batch.take_tokens(places, chosen, where)
+    for place, text in own:
+        assert text.tokens_T is not None
+        text.tokens_T[text.ids.shape[1] + text.chosen] = batch.tokens_S[places.rows_R[place]]
 
 
 def draw_in_flight(wavefront: Wavefront, size: int, rows_R: Tensor, texts: dict[int, Text]) -> None:
-    """Sample the tokens after those in flight, for the texts that request it."""
+    """Choose the tokens after those in flight, for the texts with processors or samples."""
     results = wavefront.results(size)
+    for place, text in texts.items():
+        if text.tokens_T is not None:
+            row = rows_R[place]
+            length, count = int(wavefront.batch.lengths_S[row]), int(wavefront.count_S[row])
+            text.tokens_T[length : length + count] = wavefront.flight.tokens[row, :count]
+            for number in range(count):
+                text.process(length + number + 1, results.logits[place, number])
     for sampling, drawing in by_rule(texts).items():
         where = torch.zeros(size, dtype=torch.bool, device=rows_R.device)
         put_(where, [place in drawing for place in range(size)])
