@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -125,6 +125,56 @@ def test_named_kernels_on_a_cpu_are_an_error(operation, name, monkeypatch):
     monkeypatch.setitem(accelerated._FOUND, module, ModuleType(module))
     with pytest.raises(ValueError, match="its kernels require a GPU"):
         operation.choose(name, *CPU_INPUTS[operation])
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Return a function that stands for a package of kernels, for tensors that count as a GPU's."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(backends, "_OPERATIONS", {})
+    monkeypatch.setattr(backends, "_CHOSEN", {})
+
+    def install(name, **functions):
+        module = ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(accelerated._FOUND, name, module)
+
+    return install
+
+
+def test_fla_refuses_more_rows_or_heads_than_a_grid_counts(on_gpu):
+    on_gpu("fla.modules.causal_conv1d", causal_conv1d=lambda x, *_, **__: (x, None))
+    most, rows = (torch.zeros(rows, 1, 1).bfloat16() for rows in (65_535, 65_536))
+    weight = torch.zeros(1, 4).bfloat16()
+    assert causal_conv(most, weight, backend="fla").shape == most.shape
+    with pytest.raises(ValueError, match=r"'fla' can't run these inputs: .* 65535 rows"):
+        causal_conv(rows, weight, backend="fla")
+
+    def scan(*, v, **_):
+        return v, torch.zeros(len(v), v.shape[2], 1, 1)
+
+    on_gpu("fla.ops.simple_gla", chunk_simple_gla=scan)
+
+    def scanned(rows):
+        x, B = (torch.zeros(rows, 2, heads, 1).bfloat16() for heads in (257, 1))
+        return ssd(x, torch.zeros(rows, 2, 257), -torch.ones(257), B, B, backend="fla")[0]
+
+    assert len(scanned(255)) == 255  # 65 535 heads of all rows
+    with pytest.raises(ValueError, match=r"'fla' can't run these inputs: .* 65535 heads of all rows"):
+        scanned(256)
+
+
+def test_xformers_without_kernels_names_the_library_that_its_wheel_needs(on_gpu):
+    def attention(*_, **__):
+        raise NotImplementedError("No operator found for `memory_efficient_attention_forward`")
+
+    bias = SimpleNamespace(attn_bias=SimpleNamespace(LowerTriangularFromBottomRightMask=lambda: None))
+    on_gpu("xformers.ops", memory_efficient_attention=attention, fmha=bias)
+    q = torch.zeros(1, 2, 8, 16).bfloat16()
+    with pytest.raises(
+        ValueError, match=r"No operator found.*libcudart\.so\.12: install nvidia-cuda"
+    ):
+        attend(q, q, q, causal=True, backend="xformers")
 
 
 def test_every_backend_of_a_spec_exists():

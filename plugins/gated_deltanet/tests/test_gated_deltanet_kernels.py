@@ -64,3 +64,21 @@ def test_a_wrong_backward_of_the_kernels_is_replaced_by_the_plain_scans(monkeypa
         for one, other in zip((*values[0], *gradients[0]), (*values[1], *gradients[1]), strict=True):
             assert torch.equal(one, other)
     assert caplog.text.count("gradients are computed by the plain scan") == 1
+
+
+def test_more_heads_than_a_grid_counts_are_refused(monkeypatch):
+    """Runs on a CPU: a function stands for the kernels."""
+    kernels = types.SimpleNamespace(
+        chunk_gated_delta_rule=lambda *, v, initial_state, **_: (v, initial_state)
+    )
+    monkeypatch.setattr(module, "load", lambda name: kernels)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+    def scan(rows):
+        x, numbers = torch.zeros(rows, 1, 257, 1).bfloat16(), torch.zeros(rows, 1, 257)
+        given = (x, x, x, numbers, numbers)
+        return gated_delta_rule_fla(*given, initial_state_BHKV=None, documents_BL=None)[0]
+
+    assert len(scan(255)) == 255  # 65 535 heads of all rows
+    with pytest.raises(ValueError, match=r"at most 65535 heads.*256 rows of 257 heads.*'plain'"):
+        scan(256)

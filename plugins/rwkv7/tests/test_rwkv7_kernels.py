@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
+import torch
 from implicit_blocks_rwkv7 import RWKV7Spec
-from implicit_blocks_rwkv7.kernels import MODULE
+from implicit_blocks_rwkv7 import kernels as module
+from implicit_blocks_rwkv7.kernels import MODULE, generalized_delta_rule_fla
 
 from implicit_blocks.testing import check_backend
 
@@ -26,3 +30,19 @@ def test_the_kernels_equal_the_plain_operators(require_kernels, shape, length, n
 
 def test_requesting_missing_kernels_is_an_error(check_missing_kernels):
     check_missing_kernels(RWKV7Spec(n_heads=2, head_dim=4, backend="fla"))
+
+
+def test_more_heads_than_a_grid_counts_are_refused(monkeypatch):
+    """Runs on a CPU: a function stands for the kernels."""
+    kernels = types.SimpleNamespace(chunk_dplr_delta_rule=lambda *, v, initial_state, **_: (v, initial_state))
+    monkeypatch.setattr(module, "load", lambda name: kernels)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+
+    def scan(rows):
+        x = torch.zeros(rows, 1, 257, 1).bfloat16()
+        options = {"initial_state_BHKV": None, "documents_BL": None, "least_log_w": -1.0}
+        return generalized_delta_rule_fla(x, x, x, x, x, x, **options)[0]
+
+    assert len(scan(255)) == 255  # 65 535 heads of all rows
+    with pytest.raises(ValueError, match=r"at most 65535 heads.*256 rows of 257 heads.*'plain'"):
+        scan(256)
