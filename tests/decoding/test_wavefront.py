@@ -128,6 +128,29 @@ def test_the_texts_are_those_of_sequential_decoding(family, tiny_model, prompts,
     assert one_by_one.statistics.restarts == 0
 
 
+def test_predictions_are_as_near_to_the_fixed_point_as_those_of_sequential_decoding(
+    family, tiny_model, prompts
+):
+    """They are of the second call within the tolerance, as the committing call of sequential decoding is."""
+    undamped = ib.AtEvaluation(solver=ib.PicardSpec(), stopping=ib.StoppingOverrides(max_iterations=200))
+    model = tiny_model(family, at_evaluation=undamped)
+    exact, flown, one_by_one = (
+        decode(model, prompts, tokens=tokens, tolerance=tolerance)[1]
+        for tokens, tolerance in ((1, 1e-6), (4, 3e-2), (1, 3e-2))
+    )
+
+    def error(found):
+        total = 0.0
+        for news, olds in zip(found, exact, strict=True):
+            for new, old in zip(news[1:], olds[1:], strict=True):
+                total += float((new.logits - old.logits).norm())
+                if new.token != old.token:
+                    break
+        return total
+
+    assert 0 < error(flown) <= 1.2 * error(one_by_one)
+
+
 @pytest.mark.parametrize("case", COMPOSED)
 def test_prelude_and_coda_take_provisional_tokens(case, family):
     check_texts(composed(case, family), PROMPTS[:3], tokens=3, count=5)

@@ -171,9 +171,7 @@ def test_xformers_without_kernels_names_the_library_that_its_wheel_needs(on_gpu)
     bias = SimpleNamespace(attn_bias=SimpleNamespace(LowerTriangularFromBottomRightMask=lambda: None))
     on_gpu("xformers.ops", memory_efficient_attention=attention, fmha=bias)
     q = torch.zeros(1, 2, 8, 16).bfloat16()
-    with pytest.raises(
-        ValueError, match=r"No operator found.*libcudart\.so\.12: install nvidia-cuda"
-    ):
+    with pytest.raises(ValueError, match=r"No operator found.*libcudart\.so\.12: install nvidia-cuda"):
         attend(q, q, q, causal=True, backend="xformers")
 
 

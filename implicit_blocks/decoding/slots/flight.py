@@ -45,6 +45,8 @@ class Flight(NamedTuple):
     """bool: the token begins, or begins anew, in the next call."""
     clean: Tensor
     """bool: the token began as the head."""
+    within: Tensor
+    """The residual of the last call, or inf unless it and those before it were within the tolerance."""
     done: Tensor
     """bool: the token is solved, and committed by the next call; only the first tokens are."""
     converged: Tensor
@@ -75,6 +77,7 @@ class Flight(NamedTuple):
             as_head=counts.clone(),
             fresh=flags,
             clean=flags.clone(),
+            within=numbers.clone(),
             done=flags.clone(),
             converged=flags.clone(),
             solver=state,
