@@ -26,6 +26,7 @@ from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ComponentSpec, Stopping
 
 if TYPE_CHECKING:
+    from implicit_blocks.parallel.sequence import SequencePart
     from implicit_blocks.search.agreement import Agreement
     from implicit_blocks.search.loops import LoopCounts
     from implicit_blocks.search.search import Search
@@ -186,7 +187,9 @@ class Window:
     or a single document. ``gaps`` is False where no padding separates two tokens of a row. ``dtype`` is that
     of the residual stream. ``u_rows_BL`` (B, L) int64 has the row of the injection table for each token,
     where all mixers support such a table (``Mixer.supports_injection_table``). ``ids_BL`` (B, L) int64 has
-    the token IDs, where a mixer needs them (``Mixer.needs_token_ids``).
+    the token IDs, where a mixer needs them (``Mixer.needs_token_ids``). With ``part`` other ranks solve the
+    other parts of the sequence at the same time, in windows of the same length; mixers get the state before
+    the window from them in every call.
     """
 
     batch_size: int
@@ -199,6 +202,7 @@ class Window:
     dtype: torch.dtype = torch.float32
     u_rows_BL: Tensor | None = None
     ids_BL: Tensor | None = None
+    part: SequencePart | None = None
     shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "implicit_blocks.gradients",
         "implicit_blocks.search",
     ),
-    ("implicit_blocks.layers", "implicit_blocks.weights", "implicit_blocks.cuda"),
+    ("implicit_blocks.parallel", "implicit_blocks.layers", "implicit_blocks.weights", "implicit_blocks.cuda"),
     (
         "implicit_blocks.solvers",
         "implicit_blocks.exits",

@@ -51,6 +51,8 @@ class PhantomSpec(GradientSpec):
     Geng et al., "On Training Implicit Models", NeurIPS 2021. Biased: the gradient of a truncated series.
     """
 
+    divides_sequences: ClassVar[bool] = True
+
     kind: Literal["phantom"] = "phantom"
     steps: PositiveInt = 4
     """k of (s+k): differentiated steps after the search."""
@@ -68,6 +70,8 @@ class UnrolledSpec(GradientSpec):
     differentiates_solver: ClassVar[bool] = True
     searches: ClassVar[bool] = False
 
+    divides_sequences: ClassVar[bool] = True
+
     kind: Literal["unrolled"] = "unrolled"
     steps: PositiveInt = 4
     """Number of updates, all of them differentiated."""
@@ -81,6 +85,8 @@ class UnrolledSpec(GradientSpec):
 
 class ImplicitFunctionSpec(GradientSpec):
     """The exact gradient by the implicit function theorem: an adjoint fixed point is solved in backward."""
+
+    divides_sequences: ClassVar[bool] = True
 
     kind: Literal["implicit_function"] = "implicit_function"
     solver: SolverSpec = PicardSpec()
@@ -149,6 +155,8 @@ class LastLoopsSpec(GradientSpec):
     """
 
     searches: ClassVar[bool] = False
+
+    divides_sequences: ClassVar[bool] = True
 
     kind: Literal["last_loops"] = "last_loops"
     loops: PositiveInt | None = None

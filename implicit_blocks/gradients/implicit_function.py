@@ -11,6 +11,7 @@ from implicit_blocks._utils.validation import require_part
 from implicit_blocks.gradients.diverged import call_at_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solver
 from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.search.agreement import DividedRows
 from implicit_blocks.search.search import Search
 from implicit_blocks.solution import Adjoint, Solution
 from implicit_blocks.solvers import Picard
@@ -60,7 +61,8 @@ class ImplicitFunction(GradientEstimator):
         found = call_at_solution(f, z0, search)
         value, adjoint = found.fz, Adjoint()
         if value.requires_grad:  # else the map depends on nothing differentiable, not even on z
-            backward = Search(solver=self.solver, stopping=self.stopping)
+            agree = search.agree if isinstance(search.agree, DividedRows) else None
+            backward = Search(solver=self.solver, stopping=self.stopping, agree=agree)
             value = _Implicit.apply(value, found.z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return found.solution.with_value(found.restore(value), adjoint=adjoint)
 

@@ -14,6 +14,7 @@ from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks.specs.base import Spec
 from implicit_blocks.specs.errors import field_error
 from implicit_blocks.specs.families import MixerSpec, linear_shapes, total
+from implicit_blocks.specs.tensor_plan import Divided, Section, TensorPlan, columns, joined, rows
 
 if TYPE_CHECKING:
     from implicit_blocks.mixers.attention.mixer import Attention as Attention
@@ -78,6 +79,11 @@ class Mamba2Spec(MixerSpec):
                 raise field_error(f"{low} {least} is above {high} {most}; swap them", low, value=least)
         return self
 
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether ranks may have parts of a sequence: they pass the state of the scan along."""
+        return True
+
     def check(self, d_model: int) -> None:
         """Check that `head_dim` and the numbers of groups divide the sizes that they must divide."""
         d_inner = self.expand * d_model
@@ -112,6 +118,22 @@ class Mamba2Spec(MixerSpec):
         shapes |= linear_shapes("conv", convolved, self.d_conv, bias=self.conv_bias)
         shapes["norm.weight"] = (d_inner,)
         return shapes | linear_shapes("out_proj", d_model, d_inner, bias=self.bias)
+
+    def tensor_plan(self, d_model: int) -> TensorPlan:
+        """Divide the heads and groups; a single group is copied, with its B and C."""
+        d_inner = self.expand * d_model
+        count, groups = d_inner // self.head_dim, self.n_groups
+        inner, heads = Section(d_inner, count, "heads"), Section(count, count, "heads")
+        maps = Section(groups * self.d_state, groups, "n_groups")
+        projected = (inner, inner, maps, maps, heads)
+        divided = {name: Divided(0, (heads,)) for name in ("A_log", "dt_bias", "D")}
+        divided |= rows("in_proj", *projected, bias=self.bias)
+        divided |= rows("conv", inner, maps, maps, bias=self.conv_bias)
+        divided |= {"norm.weight": Divided(0, (inner,))} | columns("out_proj", inner)
+        norms = {"norm": self.norm_groups or groups}
+        sizes = {"d_inner": (inner,), "n_heads": (heads,), "conv_width": (inner, maps, maps)}
+        sizes["n_groups"] = (Section(groups, groups),)
+        return TensorPlan(divided, ("in_proj",), ("out_proj",), norms, injected=projected, sizes=sizes)
 
     def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:
         """Count the convolution's last inputs, and h in float32 or better; both are of constant size."""
@@ -245,6 +267,11 @@ class AttentionSpec(MixerSpec):
         return self.causal
 
     @property
+    def divides_sequences(self) -> bool:
+        """Whether ranks may have parts of a sequence: causal attention gathers earlier keys and values."""
+        return self.causal
+
+    @property
     def has_input_bias(self) -> bool:
         """Whether the projection of queries, keys and values has a bias."""
         return self.bias is True or self.bias == "qkv"
@@ -272,6 +299,27 @@ class AttentionSpec(MixerSpec):
             shapes |= linear_shapes("value_gate", kv_heads, VALUE_GATE_CHANNELS, bias=False)
             shapes["value_embedding.weight"] = (self.value_embeddings, kv_heads * width)
         return shapes
+
+    def tensor_plan(self, d_model: int) -> TensorPlan:
+        """Divide the heads; a single head of keys and values is copied."""
+        width, kv_heads = self.head_width(d_model), self.n_kv_heads or self.n_heads
+        queries = Section(self.n_heads * width, self.n_heads, "n_heads")
+        keys = Section(kv_heads * width, kv_heads, "n_kv_heads")
+        divided = rows("in_proj", queries, keys, keys, bias=self.has_input_bias)
+        if self.bias == "qk":
+            divided["qk_bias"] = Divided(0, (queries, keys))
+        if self.qk_norm == "weighted":
+            copied = Divided(0, (Section(width, 1),))
+            divided |= {"q_norm.weight": copied, "k_norm.weight": copied}
+        reads: tuple[str, ...] = ("in_proj",)
+        if self.value_embeddings is not None:
+            divided |= rows("value_gate", Section(kv_heads, kv_heads, "n_kv_heads"), bias=False)
+            divided |= columns("value_embedding", keys)
+            reads += ("value_gate",)
+        divided |= columns("out_proj", queries)
+        heads = {"n_heads": self.n_heads, "n_kv_heads": kv_heads}
+        sizes = {name: (Section(count, count),) for name, count in heads.items()}
+        return TensorPlan(divided, reads, ("out_proj",), injected=(queries, keys, keys), sizes=sizes)
 
     def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:
         """Count the keys and values of all tokens."""
@@ -319,6 +367,11 @@ class HybridSpec(MixerSpec):
         """Whether all mixers are causal."""
         return all(mixer.is_causal for mixer in self.mixers)
 
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether all mixers support parts of sequences."""
+        return all(mixer.divides_sequences for mixer in self.mixers)
+
     def check(self, d_model: int) -> None:
         """Check every mixer."""
         for number, mixer in enumerate(self.mixers):
@@ -340,6 +393,12 @@ class HybridSpec(MixerSpec):
                 return None
             found |= {f"mixers.{number}.{name}": shape for name, shape in shapes.items()}
         return found
+
+    def tensor_plan(self, d_model: int) -> TensorPlan | None:
+        """Return the mixers' plans together; None if one of them has none."""
+        plans = [mixer.tensor_plan(d_model) for mixer in self.mixers]
+        known = {f"mixers.{number}.": plan for number, plan in enumerate(plans) if plan is not None}
+        return None if len(known) < len(plans) else joined(known)
 
     def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int | None:
         """Return the sum of the mixers' states."""

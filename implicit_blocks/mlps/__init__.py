@@ -10,7 +10,8 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from implicit_blocks.specs.families import MLPSpec, linear_shapes
+from implicit_blocks.specs.families import MLPSpec, hidden_plan, linear_shapes
+from implicit_blocks.specs.tensor_plan import TensorPlan
 
 Activation = Literal["relu", "relu2", "half_relu2", "gelu", "gelu_tanh", "silu"]
 
@@ -34,6 +35,11 @@ class FeedForwardSpec(MLPSpec):
         for name in ("gate_proj", "up_proj") if self.gated else ("in_proj",):
             shapes |= linear_shapes(name, self.d_ff, d_model, bias=self.bias)
         return shapes | linear_shapes("out_proj", d_model, self.d_ff, bias=self.bias)
+
+    def tensor_plan(self, d_model: int) -> TensorPlan:
+        """Divide the hidden channels."""
+        inputs = ("gate_proj", "up_proj") if self.gated else ("in_proj",)
+        return hidden_plan(inputs, "out_proj", self.d_ff, bias=self.bias)
 
     def headline(self, d_model: int) -> str:
         """Return hidden width and activation."""

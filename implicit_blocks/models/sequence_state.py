@@ -17,6 +17,7 @@ from implicit_blocks.interfaces import State, Window
 
 if TYPE_CHECKING:
     from implicit_blocks.models.stack import Block
+    from implicit_blocks.parallel.sequence import SequencePart
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class SequenceState:
     ``layers`` has the state of each mixer: prelude, core, coda. ``last_BD`` is the solution of each row's
     last real token, from which a warm start begins; None before the first token. Continuing from a state does
     not change it, unless it was created with ``max_seq_len``: the buffers are then shared, and a second
-    continuation from the same state overwrites the first.
+    continuation from the same state overwrites the first. With ``part`` the preceding tokens are not
+    committed: other ranks solve them at the same time.
     """
 
     batch_size: int
@@ -38,6 +40,7 @@ class SequenceState:
     valid_BT: Tensor | None = None
     documents_BT: Tensor | None = None
     last_BD: Tensor | None = None
+    part: SequencePart | None = None
 
     def window(
         self,
@@ -65,6 +68,7 @@ class SequenceState:
             documents_BT=documents,
             gaps=gaps,
             dtype=dtype,
+            part=self.part,
         )
 
     def _extend(

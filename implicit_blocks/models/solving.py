@@ -114,7 +114,7 @@ def _solve(
     options: dict[str, Any] = {
         "valid": f.window.valid_BL,
         "trajectory": trajectory,
-        "agree": model.agree,
+        "agree": model.agree if f.window.part is None else f.window.part.agree,
         "trace": trace,
     }
     if loops is not None:

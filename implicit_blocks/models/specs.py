@@ -44,8 +44,10 @@ from implicit_blocks.specs.families import (
     SolverSpec,
     StartSpec,
     Stopping,
+    hidden_plan,
     linear_shapes,
 )
+from implicit_blocks.specs.tensor_plan import TensorPlan
 
 
 @hookimpl
@@ -81,6 +83,10 @@ class SwiGLUSpec(MLPSpec):
         shapes = linear_shapes("gate_proj", self.d_ff, d_model, bias=self.bias)
         shapes |= linear_shapes("up_proj", self.d_ff, d_model, bias=self.bias)
         return shapes | linear_shapes("out_proj", d_model, self.d_ff, bias=self.bias)
+
+    def tensor_plan(self, d_model: int) -> TensorPlan:
+        """Divide the hidden channels."""
+        return hidden_plan(("gate_proj", "up_proj"), "out_proj", self.d_ff, bias=self.bias)
 
     def headline(self, d_model: int) -> str:
         """Return the hidden width."""

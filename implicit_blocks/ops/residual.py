@@ -10,6 +10,8 @@ Shape legend: … elements, F features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,14 @@ def initial_scale(z: Tensor, count: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return z.new_full(count, SMALLEST_SCALE, dtype=precision), z.new_ones((), dtype=precision)
 
 
-def relative_residual(difference: Tensor, fz: Tensor, scale: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+def relative_residual(
+    difference: Tensor,
+    fz: Tensor,
+    scale: Tensor,
+    limit: Tensor,
+    *,
+    of_whole_rows: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return ``‖f(z) − z‖ / (‖f(z)‖ + 1e-9 · scale)``, (…, 1), and the updated scale.
 
     It is not finite where ``f(z)`` is not, and where a norm exceeds the type's range.
@@ -60,9 +69,12 @@ def relative_residual(difference: Tensor, fz: Tensor, scale: Tensor, limit: Tens
         fz: ``f(z)``, (…, F).
         scale: after the previous calls, (…, 1); see ``initial_scale``.
         limit: upper limit of the scale, ().
+        of_whole_rows: the norms of rows of which processes have parts, given those of this one's parts.
 
     """
     step, size = norm(difference), norm(fz)
+    if of_whole_rows is not None:
+        step, size = of_whole_rows(torch.stack((step, size)))
     scale = torch.clamp(size, scale, limit)
     denominator = torch.add(size, scale, alpha=RELATIVE_FLOOR)
     if size.dtype != fz.dtype and size.dtype == torch.float64:  # wide enough for norms and quotients

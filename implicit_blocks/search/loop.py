@@ -92,7 +92,7 @@ class Loop:
         check_solver_state(self.solver, solver_state, z.shape[:-1].numel())
         # A GPU receives its first call immediately, and works while the host prepares what follows.
         fz = self.call(z, self.valid) if z.is_cuda else None
-        self.rule, status = StatusRule.start(self.stopping, z, self.valid, exit=self.exit)
+        self.rule, status = StatusRule.start(self.stopping, z, self.valid, exit=self.exit, agree=self.agree)
         if self.lookahead is None and self.rule.fused:
             self.lookahead = expects_all_active
         exit_state = () if self.exit is None else begin(self.exit, self.elements(z))

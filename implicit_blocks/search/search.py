@@ -182,7 +182,7 @@ class Search:
         leading = 2 if self.stopping.scope == "prefix" else 1
         with torch.no_grad():
             point, value = (flatten_features(each.detach(), leading) for each in (z, fz))
-            rule, status = StatusRule.start(self.stopping, point, self.valid)
+            rule, status = StatusRule.start(self.stopping, point, self.valid, agree=self.agree)
             residual, status = rule.residuals(status, point, value, valid=self.valid)
             # Padding is measured too: its residual is 0.
             status = rule.update(status, residual, valid=self.valid, all_active=True).status

@@ -12,6 +12,7 @@ scope ``sequence`` and (B, T, F) with ``prefix``; a status has 1 in place of F, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.residual import difference, initial_scale, narrow, norm, relative_residual
+from implicit_blocks.search.agreement import Agreement, DividedRows
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 
@@ -68,6 +70,7 @@ class StatusRule:
         scale_limit: upper limit of ``Status.scale``, ().
         prefix: whether elements are tokens, decided by the residuals of the tokens before them too.
         fused: whether to use the Triton kernels: float32 residuals of points on a GPU, without padding.
+        of_whole_rows: the norms of rows of which processes have parts (``DividedRows.norms``), or None.
 
     """
 
@@ -76,6 +79,7 @@ class StatusRule:
     scale_limit: Tensor
     prefix: bool = False
     fused: bool = False
+    of_whole_rows: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
     def start(
@@ -85,15 +89,20 @@ class StatusRule:
         valid: Tensor | None = None,
         *,
         exit: Exit | None = None,
+        agree: Agreement | None = None,
     ) -> tuple[StatusRule, Status]:
         """Return the rule for a search from ``z``, and the status before its first call.
 
         ``valid`` (B, L) bool is False at padding, which is never active with prefix scope. ``exit`` is the
-        criterion whose measures replace the residual, and its threshold the tolerance.
+        criterion whose measures replace the residual, and its threshold the tolerance. ``agree`` may be
+        ``DividedRows``: processes then measure whole rows.
         """
+        divided = agree if isinstance(agree, DividedRows) else None
         prefix = stopping.scope == "prefix"
         fused = z.is_cuda and z.dtype != torch.float64 and valid is None and available("triton")
-        fused = fused and exit is None  # the kernels measure the residual alone
+        fused = fused and exit is None  # the kernels measure the residual alone, of whole rows
+        fused = fused and (divided is None or divided.tokens is None)
+        whole = None if divided is None else divided.norms
         tolerance = tolerance_of(stopping, exit)
         shape = (*z.shape[:-1], 1)
         scale, scale_limit = initial_scale(z, shape)
@@ -107,7 +116,7 @@ class StatusRule:
             active=valid[..., None] if prefix and valid is not None else z.new_ones(shape, dtype=torch.bool),
             scale=scale,
         )
-        return cls(tolerance, stopping.norm == "relative", scale_limit, prefix, fused), status
+        return cls(tolerance, stopping.norm == "relative", scale_limit, prefix, fused, whole), status
 
     def residuals(
         self, status: Status, z: Tensor, fz: Tensor, *, valid: Tensor | None = None
@@ -120,15 +129,19 @@ class StatusRule:
             from implicit_blocks.ops.kernels.residual import residuals
 
             residual, scale = residuals(z, fz, scale=status.scale, relative=self.relative)
+            if self.of_whole_rows is not None:
+                residual = self.of_whole_rows(residual)
             return residual, status._replace(scale=scale)
         step, value = difference(z, fz), fz
         if valid is not None:
             step = _zero_at_padding(step, valid)
             value = value if self.prefix else _zero_at_padding(value, valid)
         precision = status.lowest_residual.dtype
+        whole = self.of_whole_rows
         if not self.relative:
-            return narrow(norm(step), precision), status
-        residual, scale = relative_residual(step, value, status.scale, self.scale_limit)
+            size = norm(step)
+            return narrow(size if whole is None else whole(size), precision), status
+        residual, scale = relative_residual(step, value, status.scale, self.scale_limit, of_whole_rows=whole)
         return narrow(residual, precision), status._replace(scale=scale)
 
     def update(

@@ -42,6 +42,7 @@ class PicardSpec(SolverSpec):
     """Picard iteration: ``z ← (1 - damping) z + damping f(z)``."""
 
     differentiable: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     kind: Literal["picard"] = "picard"
     damping: Damping = 1.0

@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks.registry import build, kinds
 from implicit_blocks.specs.base import ComponentSpec, Spec
+from implicit_blocks.specs.tensor_plan import Divided, Section, TensorPlan, columns, rows
 
 _Number = TypeVar("_Number", int, float)
 
@@ -57,6 +58,8 @@ class SolverSpec(ComponentSpec):
     """Whether autograd may differentiate the updates; gradient `unrolled` requires it."""
     couples_tokens: ClassVar[bool] = False
     """Whether a step at one token depends on later tokens of the row; refused with scope `prefix`."""
+    elementwise: ClassVar[bool] = False
+    """Whether the step of each value depends on that value alone, so that ranks can divide a sequence."""
 
     def state_bytes(self, features: int, *, itemsize: int) -> int:
         """Return the bytes that the solver keeps between steps per element, without the point itself.
@@ -85,6 +88,8 @@ class GradientSpec(ComponentSpec):
     """Whether autograd differentiates the solver's updates, which must then be differentiable."""
     searches: ClassVar[bool] = True
     """Whether there is a search that is expected to reach the tolerance, rather than a number of steps."""
+    divides_sequences: ClassVar[bool] = False
+    """Whether ranks may have parts of the sequences: nothing but the search itself measures whole rows."""
 
     def forward_equivalents(self, iterations: float) -> float | None:
         """Return the cost of one training step in forward passes of the map, given the search's iterations.
@@ -153,6 +158,14 @@ class _LayerPartSpec(ComponentSpec):
         rows = sum(shape[0] for name, shape in shapes.items() if is_weight_normed(name, shape))
         return Parameters(sum(map(math.prod, shapes.values())), rows)
 
+    def tensor_plan(self, d_model: int) -> TensorPlan | None:
+        """Return how ranks divide the component among them. None: they can't, and a run that asks is refused.
+
+        The class of the component has a method ``divide(ranks)`` that reduces its sizes accordingly, unless
+        none of its methods uses them.
+        """
+        return None
+
     def headline(self, d_model: int) -> str:
         """Summarize the main sizes in a few words; by default the fields that differ from their defaults."""
         named = type(self).model_fields
@@ -177,6 +190,11 @@ class MixerSpec(_LayerPartSpec):
     def is_causal(self) -> bool:
         """Whether a token's output is independent of later tokens; windows and decoding require it."""
         return True
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether the mixer gets what earlier tokens contribute from other ranks (``Window.part``)."""
+        return False
 
     def injection_width(self, d_model: int) -> int | None:
         """Return the width of the injection that the mixer adds to its projections. None: not known."""
@@ -215,6 +233,15 @@ def linear_shapes(name: str, rows: int, columns: int, *, bias: bool) -> dict[str
     """Return the shapes of a linear layer's parameters by name."""
     weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
     return weight | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def hidden_plan(inputs: tuple[str, ...], output: str, width: int, *, bias: bool) -> TensorPlan:
+    """Return the plan of an MLP: the layers that produce its hidden width, and the one that reads it."""
+    hidden = Section(width, width, "d_ff")
+    divided: dict[str, Divided] = {}
+    for name in inputs:
+        divided |= rows(name, hidden, bias=bias)
+    return TensorPlan(divided | columns(output, hidden), reads=("",), writes=(output,))
 
 
 def total(numbers: Iterable[_Number | None]) -> _Number | None:

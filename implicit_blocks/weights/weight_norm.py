@@ -178,13 +178,13 @@ def decomposed(weight: Tensor, *, directions: Tensor | None = None) -> tuple[Ten
 def normed_parts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Return ``g`` and ``v`` of a module's weight; None if it has no weight norm or more than weight norm.
 
-    Hooks, such as those of ``torch.nn.utils.prune`` on ``v``, count as more.
+    Hooks, such as those of ``torch.nn.utils.prune`` on ``v``, and row norms over several ranks count as more.
     """
     # Reads the plain dictionaries: the device waits while this runs for a hundred matrices.
     parts: Any = module._modules.get("parametrizations")
     chain: Any = None if parts is None else parts._modules.get("weight")
     made = [] if chain is None else list(chain._modules.values())
-    if len(made) != 1 or not isinstance(made[0], WeightNorm) or chain._forward_pre_hooks:
+    if len(made) != 1 or type(made[0]) is not WeightNorm or chain._forward_pre_hooks:
         return None
     return chain.original0, chain.original1
 
@@ -227,7 +227,8 @@ def normed_weight(chain: Any) -> Tensor:
     """Return ``g · v / ‖v‖`` of a module's parametrizations, of which weight norm is the first."""
     for hook in chain._forward_pre_hooks.values():  # torch.nn.utils.prune sets v by one
         hook(chain, ())
-    return WeightNorm.compute(chain.original0, chain.original1)
+    weight: Tensor = chain[0].compute(chain.original0, chain.original1)
+    return weight
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

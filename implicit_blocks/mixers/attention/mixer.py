@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+from torch.nn.attention.bias import causal_lower_right
 
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
@@ -25,6 +26,7 @@ from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.slots import attend_slot_windows, attend_slots
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.ops.transforms import is_vmapped
+from implicit_blocks.parallel.sequence import SequencePart
 from implicit_blocks.specs import AttentionSpec
 
 BIDIRECTIONAL = "bidirectional attention (causal: false)"
@@ -34,7 +36,8 @@ class AttentionContext(NamedTuple):
     """Rotations (1 or B, 1, L, P / 2), and the keys that a query sees, (…, L, T) bool, or None.
 
     ``causal`` without a mask means causal attention; with a mask, that the mask is the causal one. ``blocks``
-    are those of flex attention; ``ids_BL`` (B, L) are the token IDs, for value embeddings.
+    are those of flex attention; ``ids_BL`` (B, L) are the token IDs, for value embeddings; ``part`` is set if
+    other ranks have the keys and values of earlier tokens.
     """
 
     cos: Tensor
@@ -43,6 +46,7 @@ class AttentionContext(NamedTuple):
     causal: bool
     blocks: Blocks | None = None
     ids_BL: Tensor | None = None
+    part: SequencePart | None = None
 
 
 class ValueEmbedding(nn.Embedding):
@@ -182,13 +186,13 @@ class Attention(Mixer):
                 scaling=self.rope_scaling,
             ),
         )
-        mask = window.once(("attention mask", self.causal), lambda: _mask(window, causal=self.causal))
+        mask = window.once(("attention mask", self.causal, self.backend), lambda: _mask(self, window))
         plain = window.valid_BT is None and window.documents_BT is None
         causal = self.causal and window.length > 1 and plain
         blocks = None
         if self.backend == "flex":
             blocks = window.once(("attention blocks", self.causal), lambda: _blocks(window, mask, causal))
-        return AttentionContext(cos, sin, mask, causal, blocks, _ids(self, window))
+        return AttentionContext(cos, sin, mask, causal, blocks, _ids(self, window), window.part)
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
@@ -224,8 +228,7 @@ class Attention(Mixer):
         if isinstance(state, SlotKeys):
             y, after = self._attend_slots(q, k, v, state), state
         else:
-            end = state.length + length
-            keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
+            keys, values, end = _up_to_here(k, v, state, context)
             y = attend(
                 q,
                 keys[:, :, :end],
@@ -306,11 +309,17 @@ class Attention(Mixer):
             nn.init.zeros_(self.qk_bias)
 
 
-def _mask(window: Window, *, causal: bool) -> Tensor | None:
+def _mask(mixer: Attention, window: Window) -> Tensor | None:
     """Return the keys that each query of the window sees; None where the position alone decides."""
-    if window.valid_BT is None and window.documents_BT is None and (window.start == 0 or window.length == 1):
+    causal, plain = mixer.causal, window.valid_BT is None and window.documents_BT is None
+    if plain and (window.start == 0 or window.length == 1):
         return None
     end = window.start + window.length
+    if window.part is not None:
+        window.part.check(window)
+        if plain and mixer.backend in ("auto", "sdpa"):
+            # Torch's fused kernels read this mask as one number, where a tensor has an entry per pair.
+            return causal_lower_right(window.length, end)
     query = torch.arange(window.start, end, device=window.device)[:, None]
     key = torch.arange(end, device=window.device)
     mask = key <= query if causal else (key >= 0).expand(len(query), -1)
@@ -326,6 +335,17 @@ def _blocks(window: Window, mask: Tensor | None, causal: bool) -> Blocks:
     """Return the blocks of the mask for flex attention."""
     keys = window.start + window.length
     return find_blocks(mask, length=window.length, keys=keys, causal=causal, device=window.device)
+
+
+def _up_to_here(
+    k: Tensor, v: Tensor, state: AttentionState, context: AttentionContext
+) -> tuple[Tensor, Tensor, int]:
+    """Return the keys and values up to the window's last token, and the number of those tokens."""
+    if context.part is not None:
+        keys, values = context.part.up_to_here(k, v)
+        return keys, values, keys.shape[2]
+    keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
+    return keys, values, state.length + k.shape[2]
 
 
 def _extend(buffer: Tensor, length: int, new: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from implicit_blocks.ops.backends import AUTO
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
 from implicit_blocks.ops.ssd import SSD, ssd
 from implicit_blocks.ops.transforms import is_differentiated_forward
+from implicit_blocks.parallel.sequence import SequencePart, state_before
 from implicit_blocks.specs import Mamba2Spec
 
 
@@ -37,7 +38,8 @@ class Mamba2Context(NamedTuple):
     No padding may separate two real tokens, including those of the convolution's tail, or divide documents.
     Where it does, the real tokens are moved to the front (``order_BL``) and back (``inverse_BL``); the other
     fields then describe the permuted tokens. In a first window with a single document, padding on either side
-    has the effect of the zeros before the sequence.
+    has the effect of the zeros before the sequence. With ``part`` other ranks have the state before the
+    window, also before the first one, which is zero.
     """
 
     begins: bool
@@ -49,6 +51,7 @@ class Mamba2Context(NamedTuple):
     order_BL: Tensor | None = None
     inverse_BL: Tensor | None = None
     u_rows_BL: Tensor | None = None
+    part: SequencePart | None = None
 
     @property
     def plain(self) -> bool:
@@ -78,7 +81,7 @@ class Mamba2(Mixer):
         SSD.require(spec.backend)
         CAUSAL_CONV.require(spec.conv_backend)
         self.d_inner = spec.expand * d_model
-        self.n_heads = self.d_inner // spec.head_dim
+        self.n_heads, self.n_groups = self.d_inner // spec.head_dim, spec.n_groups
         self.conv_width = self.d_inner + 2 * spec.n_groups * spec.d_state
         self.in_proj = Linear(d_model, self.injection_width, bias=spec.bias)
         self.conv = DepthwiseConv(self.conv_width, spec.d_conv, bias=spec.conv_bias)
@@ -193,7 +196,7 @@ class Mamba2(Mixer):
         if not mamba2_mix.suits(projected):
             return None
         # With gradients the operator includes the output projection, unless that is wrapped or has hooks.
-        plain = isinstance(self.out_proj, Linear) and not has_hooks(self.out_proj)
+        plain = type(self.out_proj).forward is Linear.forward and not has_hooks(self.out_proj)
         last = self.out_proj if plain and torch.is_grad_enabled() else None
         out_weight, out_bias = (None, None) if last is None else last.current()
         mixed, h = mamba2_mix.mamba2_mix(
@@ -244,18 +247,18 @@ class Mamba2(Mixer):
         first_BL: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the mixed window and, on request, h after it, or after its tokens ``first_BL``."""
-        batch, length, _ = conv_in.shape
+        tail, (batch, length, _) = _tail_before(conv_in, state, context), conv_in.shape
         conv_out = causal_conv(
             conv_in,
             self.conv.weight,
             self.conv.bias,
-            tail_BWC=None if context.begins else state.conv_BWC,
+            tail_BWC=tail,
             activation="silu",
             documents_BL=context.documents_BL,
             tail_documents_BW=context.tail_documents_BW,
             backend=self.spec.conv_backend,
         )
-        groups, maps = self.spec.n_groups, self.spec.n_groups * self.spec.d_state
+        groups, maps = self.n_groups, self.n_groups * self.spec.d_state
         x, B, C = conv_out.split((self.d_inner, maps, maps), dim=-1)
         x = x.view(batch, length, self.n_heads, self.spec.head_dim)
         scan = partial(
@@ -270,6 +273,8 @@ class Mamba2(Mixer):
             initial_document_B=context.initial_document_B,
             backend=self.spec.backend,
         )
+        if context.part is not None:
+            scan = partial(scan, initial_state_BHPN=state_before(context.part, x, dt, **scan.keywords))
         y, h = scan(dt, return_final_state=return_final_state and first_BL is None)
         if first_BL is not None:
             _, h = scan(dt.where(first_BL[:, :, None], 0.0), return_final_state=True)
@@ -283,7 +288,9 @@ class Mamba2(Mixer):
 
 
 def _context(window: Window, taps: int) -> Mamba2Context:
-    begins, valid = window.start == 0, window.valid_BL
+    if window.part is not None:
+        window.part.check(window, taps=taps)
+    begins, valid = window.start == 0 and window.part is None, window.valid_BL
     # In a first window of one document padding on either side acts like the zeros before the sequence.
     stays = begins and window.documents_BT is None and not window.gaps
     real = None if stays else window.real_first()
@@ -298,22 +305,30 @@ def _context(window: Window, taps: int) -> Mamba2Context:
     around = DocumentsAround()
     if window.documents_BT is not None:
         around = DocumentsAround.of(window, taps=taps, real=real)
-    return Mamba2Context(begins, valid, last, *around, order, inverse, window.u_rows_BL)
+    return Mamba2Context(begins, valid, last, *around, order, inverse, window.u_rows_BL, window.part)
+
+
+def _tail_before(conv_in: Tensor, state: Mamba2State, context: Mamba2Context) -> Tensor | None:
+    """Return the inputs of the convolution before the window, (B, W, C); None where they are zeros."""
+    if context.part is not None:
+        return context.part.tail_before(conv_in, state.conv_BWC.shape[1])
+    return None if context.begins else state.conv_BWC
 
 
 def _is_watched_or_strided(mixer: Mamba2) -> bool:
-    """Whether the norm has hooks or parameters are strided, which the fused operator ignores."""
+    """Whether the norm has hooks or another class, or parameters are strided: never fused."""
     if torch.compiler.is_compiling():
         return False
     small = (mixer.conv.weight, mixer.conv.bias, mixer.dt_bias, mixer.A_log, mixer.D, mixer.norm.weight)
-    return has_hooks(mixer.norm) or not all(t is None or t.is_contiguous() for t in small)
+    replaced = has_hooks(mixer.norm) or not isinstance(mixer.norm, RMSNorm)
+    return replaced or not all(t is None or t.is_contiguous() for t in small)
 
 
 def _sizes(mixer: Mamba2) -> mamba2_mix.Mamba2Sizes:
     return mamba2_mix.Mamba2Sizes(
         mixer.n_heads,
         mixer.spec.head_dim,
-        mixer.spec.n_groups,
+        mixer.n_groups,
         mixer.spec.d_state,
         mixer.norm.groups,
         mixer.norm.eps,

@@ -1,0 +1,1 @@
+"""Ranks that compute one sequence together: by heads and channels (tensor), or by tokens (context)."""
