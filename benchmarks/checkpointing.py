@@ -84,7 +84,7 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
                 {
                     "spec": name,
                     "ranks": ranks.world_size,
-                    "layout": layout.kind,
+                    "layout": layout.resolved.kind,
                     "copies": copies,
                     "gb": round(sum(tensor.nbytes for tensor in share.values()) / 1e9, 3),
                     "staging_seconds": [round(s, 4) for s in staged(share, copies, arguments.saves, ranks)],
@@ -114,7 +114,7 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
             {
                 "spec": name,
                 "ranks": ranks.world_size,
-                "layout": layout.kind,
+                "layout": layout.resolved.kind,
                 "copies": copies,
                 "gb": round(saves[0].size / 1e9, 3),
                 "staging_seconds": [round(ranks.max([save.staging_seconds])[0], 4) for save in saves],

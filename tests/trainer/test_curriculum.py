@@ -14,6 +14,7 @@ from trainer.checkpoint.folder import read_state
 from trainer.checkpoint.load import read_model_tensors
 from trainer.data.source import Batch
 from trainer.distributed import Ranks
+from trainer.distributed.grid import Grid
 from trainer.errors import NonFiniteLossError
 from trainer.estimate.dry_run import dry_run_report
 from trainer.reporting.display import Display
@@ -127,7 +128,9 @@ def test_a_rank_prefetches_its_shares_of_the_next_batches(small: Small) -> None:
     spec = small(GROWING)
     parts = make_parts(spec, origin=None, processes=2)
     ranks = Ranks(torch.device("cpu"), rank=1, world_size=2)
-    active = ActivePhase(spec, model=parts.model, sources=parts.sources, ranks=ranks, display=Display())
+    active = ActivePhase(
+        spec, model=parts.model, sources=parts.sources, grid=Grid.undivided(ranks), display=Display()
+    )
     ahead = active.own_ranges(1, 8)
     assert ahead == [(12, 4), (20, 4), (30, 6)]
     assert active.own_ranges(3, 24)[:1] == ahead[2:]

@@ -104,7 +104,7 @@ def test_auto_shards_what_is_large(ranks: int, machine: int, memory: Any, expect
     found = DistributedSpec().resolve(
         parameters=PARAMETERS, ranks=ranks, ranks_per_machine=machine, memory=memory
     )
-    assert found == expected
+    assert found[:2] == expected
 
 
 def test_time_at_a_measured_rate(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ def test_ranks_and_rate_require_dry_run(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_memory_of_one_layer_is_at_most_that_of_the_model() -> None:
-    assert resolve_layout(load_spec("llama_1.3b"), 8) == ("fsdp", 8)  # type: ignore[arg-type]  # a run's
+    assert resolve_layout(load_spec("llama_1.3b"), 8)[:2] == ("fsdp", 8)  # type: ignore[arg-type,index]  # a run's
     memory = memory_of("model.n_layers=1", "training.distributed={kind: fsdp, unit: layer}", ranks=8)
     whole = memory_of("model.n_layers=1", "training.distributed={kind: fsdp}", ranks=8)
     assert memory.gathered == whole.gathered

@@ -13,10 +13,12 @@ import torch
 
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
+from trainer.distributed.grid import Grid
 from trainer.errors import DataError, NonFiniteLossError
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build
 from trainer.run.step import StepResult, training_step
+from trainer.specs.distributed import ResolvedLayout
 from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
@@ -131,7 +133,7 @@ class OneOfTwo(Ranks):
 def step_on(ranks: Ranks, labels: torch.Tensor) -> StepResult:
     model = MeanOfNone()
     return training_step(
-        Layout("none" if ranks.is_single else "ddp", ranks, model, model),
+        Layout(ResolvedLayout("none" if ranks.is_single else "ddp", 1), Grid.undivided(ranks), model, model),
         torch.optim.SGD(model.parameters(), lr=0.1),
         Batch(inputs=torch.zeros_like(labels), labels=labels),
         precision="float32",

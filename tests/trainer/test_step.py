@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer.data.source import IGNORED, Batch
-from trainer.distributed import Layout, Ranks
+from trainer.distributed import Ranks, alone
 from trainer.run.step import StepResult, _objective, _Tally, training_step
 
 
@@ -40,7 +40,7 @@ def step(**changes: Any) -> tuple[StepResult, torch.Tensor, torch.Tensor]:
         "precision": "float32", "micro_batch_size": None, "max_grad_norm": None, "last_tokens": 1,
     }  # fmt: skip
     result = training_step(
-        Layout("none", Ranks(torch.device("cpu")), model, model),
+        alone(model, torch.device("cpu")),
         torch.optim.SGD(model.parameters(), lr=1.0),
         Batch(inputs=INPUTS, labels=LABELS),
         **{**options, **changes},
@@ -75,7 +75,7 @@ def test_accuracy_last_covers_the_last_tokens() -> None:
     labels[:, -1] = (labels[:, -1] - 1) % 5
     for last, accuracy in ((1, 1.0), (2, 1 / 2), (3, 1 / 3), (9, 1 / 3)):
         result = training_step(
-            Layout("none", Ranks(torch.device("cpu")), model, model),
+            alone(model, torch.device("cpu")),
             torch.optim.SGD(model.parameters(), lr=0.0),
             Batch(inputs=INPUTS, labels=labels),
             precision="float32", micro_batch_size=3, max_grad_norm=None, last_tokens=last,

@@ -20,6 +20,7 @@ from trainer.checkpoint.folder import TEMPORARY, remove_tree
 from trainer.checkpoint.rng import random_state, restore_random_state
 from trainer.checkpoint.writer import named_tensors
 from trainer.distributed import Ranks
+from trainer.distributed.tensor_parts import parts_of
 from trainer.run.trainable_model import ConvertsToTransformers
 from trainer.storage.files import fsync_path
 
@@ -44,8 +45,11 @@ def export_model(model: nn.Module, spec: ModelSpec, folder: Path, *, length: int
     """
     tensors, aliases = named_tensors(model)
     whole: dict[str, Tensor] = {}
+    parts = parts_of(model)
     for name, tensor in tensors.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if parts is not None:
+            full = parts.whole(name, full)
         if ranks.is_main:
             whole[name] = full.detach().cpu()
 

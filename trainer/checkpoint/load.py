@@ -28,6 +28,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.rng import restore_random_state, seed_everything
 from trainer.checkpoint.writer import named_tensors
 from trainer.distributed import Ranks
+from trainer.distributed.tensor_parts import parts_of, tensor_ranks
 from trainer.errors import CheckpointError
 from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizers import load_optimizer_state
@@ -72,20 +73,21 @@ def load_checkpoint(
         counters = model.match_counters(stored.keys())
     tensors, aliases = named_tensors(model)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in counters}
-    _require_same_model(path, tensors, aliases, state)
+    parts = parts_of(model)
+    _require_same_model(path, tensors if parts is None else parts.as_stored(tensors), aliases, state)
     found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
     of_optimizer: dict[str, Tensor] = {}
     if optimizer is not None:
         found = _with_training_weights(path, found, average)
         of_optimizer = _empty_optimizer_state(path, model)
         found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
-    load_tensors(path, found, one_process=ranks.is_single)
+    load_tensors(path, found if parts is None else parts.as_stored(found), one_process=ranks.is_single)
     if optimizer is not None:
         load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
         if average is not None:
             average.updates = state.get("average_updates", 0)
     if restore_random:
-        _restore_random(path, state, ranks)
+        _restore_random(path, state, ranks, tensor_ranks(model))
     return TrainingProgress(**state["progress"])
 
 
@@ -141,7 +143,7 @@ def _require_same_model(
 
 def _empty_optimizer_state(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """Return zeros for the stored state of the optimizer, sharded like the model's parameters."""
-    parameters = dict(model.named_parameters())
+    parameters, parts = dict(model.named_parameters()), parts_of(model)
     state: dict[str, Tensor] = {}
     for key, entry in tensor_index(path, prefix=OPTIMIZER_PREFIX).items():
         name = key.rpartition("/")[0]
@@ -150,20 +152,22 @@ def _empty_optimizer_state(path: Path, model: nn.Module) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"checkpoint {path}: the optimizer state names the parameter {name!r}, which this model lacks"
             )
-        state[key] = _empty_entry(parameter, entry)
+        part = None if parts is None else parts.named(name, parameter)
+        state[key] = _empty_entry(parameter, entry, parameter.shape if part is None else part.shape)
     return state
 
 
-def _empty_entry(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
-    # Entries of the parameter's shape are sharded like the parameter; others (counters, sums over rows) are
-    # replicated.
-    if entry.size == parameter.shape and parameter.dim() > 0:
+def _empty_entry(parameter: nn.Parameter, entry: TensorStorageMetadata, shape: torch.Size) -> Tensor:
+    # Entries of the whole parameter's shape are sharded like the parameter; others (counters, sums over
+    # rows) are replicated.
+    if entry.size == shape and parameter.dim() > 0:
         return torch.zeros_like(parameter, dtype=entry.properties.dtype)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
 
 
-def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    if state["ranks"] == ranks.world_size:
+def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks, tensor: int) -> None:
+    # Ranks that divide heads must have the same random numbers.
+    if state["ranks"] == ranks.world_size and state.get("tensor_ranks", 1) == tensor:
         file = path / rank_file(ranks.rank)
         try:
             restore_random_state(read_json(file)["random_state"])
@@ -174,5 +178,5 @@ def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
             ) from error
         return
     # Another number of processes: new random numbers, the same at every attempt.
-    text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank}"
+    text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank // tensor}"
     seed_everything(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import mmap
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,16 +23,19 @@ from trainer.distributed import Ranks
 _LOG = logging.getLogger(__name__)
 
 
-def own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+def own_share(
+    tensors: Mapping[str, Tensor], ranks: Ranks, *, divided: Collection[str] = (), tensor_ranks: int = 1
+) -> dict[str, Tensor]:
     """Return the tensors that this rank saves; replicated tensors are divided among the ranks by size.
 
     Every rank must pass tensors of the same names and sizes in the same order. The ranks that hold the shards
-    save a sharded tensor; with several groups that each hold all shards (hsdp), one of the groups.
+    save a sharded tensor; with several groups that each hold all shards (hsdp), one of the groups. Of the
+    tensors named in ``divided`` each of ``tensor_ranks`` consecutive ranks has another part.
     """
     loads: dict[int, list[int]] = {}
     share = {}
     for name, tensor in tensors.items():
-        holders, own = _replica(tensor, ranks)
+        holders, own = _replica(tensor, ranks, tensor_ranks, divided=name in divided)
         load = loads.setdefault(holders, [0] * holders)
         least = load.index(min(load))
         load[least] += tensor.numel() * tensor.element_size()
@@ -41,18 +44,20 @@ def own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     return share
 
 
-def _replica(tensor: Tensor, ranks: Ranks) -> tuple[int, int]:
+def _replica(tensor: Tensor, ranks: Ranks, tensor_ranks: int, *, divided: bool) -> tuple[int, int]:
     """Return the number of replicas of a tensor over the ranks, and the index of this rank's replica."""
-    if not isinstance(tensor, DTensor):
-        return ranks.world_size, ranks.rank
-    copies, own = 1, 0
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None  # every rank is part of a run's mesh
-    for dimension, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            size = tensor.device_mesh.size(dimension)
-            copies, own = copies * size, own * size + coordinate[dimension]
-    return copies, own
+    copies, own = ranks.world_size // tensor_ranks, ranks.rank // tensor_ranks
+    if isinstance(tensor, DTensor):
+        copies, own = 1, 0
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None  # every rank is part of a run's mesh
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                size = tensor.device_mesh.size(dimension)
+                copies, own = copies * size, own * size + coordinate[dimension]
+    if divided:
+        return copies, own
+    return copies * tensor_ranks, own * tensor_ranks + ranks.rank % tensor_ranks
 
 
 class Staging:

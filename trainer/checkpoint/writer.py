@@ -36,6 +36,7 @@ from trainer.checkpoint.folder import (
 from trainer.checkpoint.rng import random_state
 from trainer.checkpoint.staging import Staging, own_share
 from trainer.distributed import Ranks
+from trainer.distributed.tensor_parts import TensorParts, parts_of, tensor_ranks
 from trainer.errors import FailedSaveError, LostPeerError, PeerError
 from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizers import optimizer_state
@@ -144,6 +145,7 @@ class Checkpointer:
             "progress": vars(progress),
             "spec_digest": self._spec_digest,
             "ranks": self._ranks.world_size,
+            "tensor_ranks": tensor_ranks(self._model),
             "aliases": aliases,
             "optimizer_values": values,
         }
@@ -153,6 +155,12 @@ class Checkpointer:
             if self._average.updates:
                 of_training = {name: tensors[name] for name in self._average.tensors}
                 tensors = {**tensors, **self._average.tensors}
+        every = {
+            **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
+            **{TRAINING_PREFIX + name: tensor for name, tensor in of_training.items()},
+            **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
+        }
+        parts = parts_of(self._model)
         writer = _Writer(
             self._temporary,
             rank=self._ranks.rank,
@@ -160,15 +168,16 @@ class Checkpointer:
             state=state,
             publish=self._publish,
             staging=self._staging,
+            parts=parts,
         )
-        every = {
-            **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
-            **{TRAINING_PREFIX + name: tensor for name, tensor in of_training.items()},
-            **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
-        }
         size = self._size = sum(tensor.numel() * tensor.element_size() for tensor in every.values())
         future = async_save(
-            own_share(every, self._ranks),
+            own_share(
+                every,
+                self._ranks,
+                divided=() if parts is None else parts.divided(every),
+                tensor_ranks=tensor_ranks(self._model),
+            ),
             storage_writer=writer,
             process_group=self._group,
             no_dist=self._ranks.is_single,
@@ -283,20 +292,24 @@ class _Writer(FileSystemWriter):
         state: Mapping[str, Any],
         publish: Any,
         staging: Staging,
+        parts: TensorParts | None,
     ) -> None:
         super().__init__(path, sync_files=True)
         self._staging = staging
+        self._parts = parts
         self._rank = rank
         self._of_rank = of_rank
         self._state = state
         self._publish = publish
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if not self._staging.kept:
-            staged: dict[str, Any] = super().stage(state_dict)
-            return staged
-        self.per_thread_copy_ahead = 0  # as in the base class: no copies remain to be made
-        return self._staging.stage(state_dict)
+        staged: dict[str, Any]
+        if self._staging.kept:
+            self.per_thread_copy_ahead = 0  # as in the base class: no copies remain to be made
+            staged = self._staging.stage(state_dict)
+        else:
+            staged = super().stage(state_dict)
+        return staged if self._parts is None else self._parts.as_stored(staged)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written = super().write_data(plan, planner)

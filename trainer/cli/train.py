@@ -151,7 +151,9 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
 def _train(run: Run, *, stop_at: int | None) -> int:
     """Train the run, report how it ended, and return the exit code."""
     ranks = run.ranks
-    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    from trainer.distributed.tensor_parts import parameter_count
+
+    parameters = parameter_count(run.model)
     others = "" if ranks.is_single else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
     device = f"{run.manifest['device']}{others}"
     run.display.log(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,23 +46,24 @@ class Batch:
 
     def rows(self, first: int, stop: int) -> Batch:
         """Return the sequences [first, stop) as views: a micro-batch, or a rank's share."""
-        return self._each(lambda tensor: tensor[first:stop])
+        return self.each(lambda tensor: tensor[first:stop])
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device; from pinned memory the copy is asynchronous."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, which allows asynchronous copies to a GPU."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self.each(lambda tensor: tensor.pin_memory())
 
-    def context(self) -> dict[str, Tensor]:
+    def context(self) -> dict[str, Any]:
         """Return the keyword arguments of the model's ``forward`` besides inputs and labels."""
         return {} if self.documents is None else {"documents": self.documents}
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with every tensor (B, L) changed in the same way."""
         documents = None if self.documents is None else change(self.documents)
-        return Batch(inputs=change(self.inputs), labels=change(self.labels), documents=documents)
+        return replace(self, inputs=change(self.inputs), labels=change(self.labels), documents=documents)
 
 
 class DataSource(ABC):

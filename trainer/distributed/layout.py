@@ -1,7 +1,8 @@
 """The layout of a model over the ranks: replicated with DDP, or sharded with FSDP2.
 
-DDP and FSDP average gradients over the ranks. Each rank multiplies its loss by the number of ranks, so that
-the average becomes the sum (`Layout.gradient_scale`).
+DDP and FSDP average gradients over the ranks that have other tokens. Each rank multiplies its loss by their
+number, so that the average becomes the sum (`Layout.gradient_scale`). Beside them ranks may divide heads
+(tensor) and sequences (context) among them: `trainer.distributed.grid`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from implicit_blocks.models.dividing import divide_model
+from implicit_blocks.models.parts import ModelParts
 from implicit_blocks.models.stack import Stack
-from implicit_blocks.search.agreement import RankAgreement, fixed_budget
+from implicit_blocks.search.agreement import DividedRows, RankAgreement, fixed_budget
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
+from trainer.distributed.grid import Grid
 from trainer.distributed.ranks import Ranks
+from trainer.distributed.sequence_shares import SequenceShares
+from trainer.distributed.tensor_parts import TensorParts, parts_of
 from trainer.run.trainable_model import AgreesOnStopping, ShardsLayers
-from trainer.specs.distributed import DistributedSpec, Kind, ResolvedLayout
+from trainer.specs.distributed import DistributedSpec, ResolvedLayout
 
 BUCKET_MEGABYTES = 100
 """Size of the gradient buckets of DDP: large enough for the full bandwidth of a fast link, small enough that
@@ -40,17 +46,25 @@ class Layout:
     calls: the same module, or its DDP wrapper.
     """
 
-    kind: Kind
-    ranks: Ranks
+    resolved: ResolvedLayout
+    grid: Grid
+    """The processes, and which of them share sequences, parts of them, and heads."""
     model: nn.Module
     forward: nn.Module
     communicates_in_the_loop: bool = False
     """Whether each call of a layer communicates, so that all ranks must make the same number of calls."""
+    sequences: SequenceShares | None = None
+    """This rank's parts of training sequences; None: it has whole ones."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+        return self.grid.ranks
 
     @property
     def gradient_scale(self) -> float:
         """Factor on a rank's loss that turns the average over the ranks into their sum."""
-        return float(self.ranks.world_size)
+        return float(self.grid.data.world_size)
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
@@ -86,7 +100,13 @@ class Layout:
             self.model.reshard()
 
     def clip(self, limit: float) -> Tensor:
-        """Clip the gradients to the norm ``limit`` over all ranks; return the norm before clipping."""
+        """Clip the gradients to the norm ``limit`` over all ranks; return the norm before clipping.
+
+        Gradients of which each rank has computed a part are completed first.
+        """
+        if self.grid.tensor is not None and (parts := parts_of(self.model)) is not None:
+            parts.sum_copies(self.model)
+            return parts.clip(self.model, limit)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -94,7 +114,7 @@ class Layout:
 
 def alone(model: nn.Module, device: torch.device) -> Layout:
     """Return the layout of a run with one process."""
-    return Layout("none", Ranks(device), model, model)
+    return Layout(ResolvedLayout("none", 1), Grid.undivided(Ranks(device)), model, model)
 
 
 def lay_out(
@@ -114,7 +134,7 @@ def lay_out(
     """
     if ranks.is_single:
         model = model.to(ranks.device)
-        return Layout("none", ranks, model, model)
+        return Layout(ResolvedLayout("none", 1), Grid.undivided(ranks), model, model)
     on_cuda = ranks.device.type == "cuda"
     resolved = spec.resolve(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -122,6 +142,12 @@ def lay_out(
         ranks_per_machine=ranks.local_world_size,
         memory=torch.cuda.get_device_properties(ranks.device).total_memory if on_cuda else None,
     )
+    grid = Grid.of(ranks, tensor=resolved.tensor, context=resolved.context)
+    _divide(model, grid)
+    sequences = SequenceShares.of(grid, model)
+    if resolved.kind == "none":  # all ranks have the same sequences
+        model = model.to(ranks.device)
+        return Layout(resolved, grid, model, model)
     if resolved.kind == "ddp":
         model = model.to(ranks.device)
         for module in model.modules():
@@ -132,13 +158,14 @@ def lay_out(
         wrapped = DistributedDataParallel(
             model,
             device_ids=device_ids,
+            process_group=grid.data.group,
             init_sync=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=BUCKET_MEGABYTES,
             find_unused_parameters=any(map(_leaves_parameters_out, (getattr(model, "spec", None), *phases))),
         )
-        return Layout("ddp", ranks, model, wrapped)
-    mesh = _mesh(resolved, ranks)
+        return Layout(resolved, grid, model, wrapped, sequences=sequences)
+    mesh = _mesh(resolved, grid)
     by_layer = spec.unit == "layer"
     model.register_forward_hook(_register_output)
     if by_layer:
@@ -152,7 +179,17 @@ def lay_out(
     # The search uses these weights many times, so they stay gathered from forward to backward. They stay in
     # float32: autocast makes bfloat16 copies once a pass, and norms and an SSM's A, dt and D use float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    return Layout(resolved.kind, ranks, model, model, communicates_in_the_loop=by_layer)
+    return Layout(resolved, grid, model, model, communicates_in_the_loop=by_layer, sequences=sequences)
+
+
+def _divide(model: nn.Module, grid: Grid) -> None:
+    """Divide the heads of a model, and have its searches agree, where the grid's ranks divide them."""
+    if grid.tensor is None and grid.context is None:
+        return
+    assert isinstance(model, ModelParts), "checked with the spec of the run"
+    if grid.tensor is not None:
+        TensorParts(grid, divide_model(model, grid.tensor)).attach(model)
+        model.agree = DividedRows(heads=grid.tensor)
 
 
 def _leaves_parameters_out(spec: object) -> bool:
@@ -166,11 +203,17 @@ def _leaves_parameters_out(spec: object) -> bool:
     return spec.exit_gate or start or not spec.injection.injects
 
 
-def _mesh(resolved: ResolvedLayout, ranks: Ranks) -> DeviceMesh:
+def _mesh(resolved: ResolvedLayout, grid: Grid) -> DeviceMesh:
+    """Return the mesh of the ranks that have other tokens."""
+    kind = grid.ranks.device.type
+    sizes = {"replicate": grid.data.world_size // resolved.shards, "shard": resolved.shards}
     if resolved.kind == "fsdp":
-        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
-    shape = (ranks.world_size // resolved.shards, resolved.shards)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        del sizes["replicate"]
+    if grid.tensor is None:
+        return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    every = {**sizes, "tensor": grid.tensor.size()}
+    whole = init_device_mesh(kind, tuple(every.values()), mesh_dim_names=tuple(every))
+    return whole[tuple(sizes)]
 
 
 def _units(model: nn.Module, phases: Iterable[ModelSpec]) -> list[nn.Module]:

@@ -27,6 +27,11 @@ _kept: list[Any] = []
 # seen with gloo in torch 2.13, where DistributedDataParallel had the last reference to the group.
 
 
+def keep_group(group: dist.ProcessGroup) -> None:
+    """Keep a process group until the process ends."""
+    _kept.append(group)
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The rank of this process, and communication with the other ranks of its run.
@@ -40,6 +45,8 @@ class Ranks:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    group: dist.ProcessGroup | None = None
+    """The processes; None: all of the run."""
 
     @property
     def is_main(self) -> bool:
@@ -77,7 +84,7 @@ class Ranks:
         if self.is_single:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast(self, value: T) -> T:
@@ -117,7 +124,7 @@ class Ranks:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(every, own)
+        dist.all_gather(every, own, group=self.group)
         return [numbers.tolist() for numbers in every]
 
     def host_group(self) -> dist.ProcessGroup | None:
@@ -128,14 +135,14 @@ class Ranks:
         if self.is_single:
             return None
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        _kept.append(group)
+        keep_group(group)
         return group
 
     def _reduce(self, numbers: Sequence[float], how: Any) -> list[float]:
         if self.is_single:
             return list(map(float, numbers))
         values = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(values, op=how)
+        dist.all_reduce(values, op=how, group=self.group)
         result: list[float] = values.tolist()
         return result
 

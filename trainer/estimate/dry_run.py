@@ -10,6 +10,7 @@ from implicit_blocks.models.counting import (
     training_flops_per_token,
 )
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
+from trainer.estimate.division import estimate_communication
 from trainer.estimate.memory import GPU_BYTES, decoding_state, estimate_memory, resolve_layout
 from trainer.reporting.display import duration, magnitude
 from trainer.run.init_from import find_start
@@ -124,7 +125,8 @@ def _batch(phase: Phase) -> str:
 
 def _micro_batches(phase: Phase, ranks: int) -> str:
     """Return the size of a forward pass, and how many of them accumulate the gradient of a step."""
-    share, length = phase.training.share(ranks), phase.data.seq_len
+    shares, length = phase.training.distributed.batch_shares(ranks), phase.data.seq_len
+    share = phase.training.share(shares)
     size = min(phase.training.sequences_at_once, share)
     count, last = -(-share // size), share % size
     text = f"micro-batches of {size:,} x {length:,} = {size * length:,} tokens, "
@@ -160,6 +162,7 @@ def _ranks(spec: RunSpec, ranks: int) -> list[str]:
     if resolved is None:
         return [f"{ranks}, unknown layout: it depends on the model's size"]
     whole = {
+        "none": "each with the full state of its part",
         "ddp": "each with the full state",
         "fsdp": f"each with 1/{resolved.shards} of the state",
         "hsdp": f"in groups of {resolved.shards}, each rank with 1/{resolved.shards} of the state",
@@ -167,7 +170,11 @@ def _ranks(spec: RunSpec, ranks: int) -> list[str]:
     assumed = (
         f" (auto, for GPUs of {GPU_BYTES / 1e9:.0f} GB)" if spec.training.distributed.kind == "auto" else ""
     )
-    return [f"{ranks}, {resolved.kind}{assumed}: {whole[resolved.kind]}"]
+    divided = [
+        *([f"{resolved.tensor} ranks divide heads"] if resolved.tensor > 1 else []),
+        *([f"{resolved.context} ranks divide sequences"] if resolved.context > 1 else []),
+    ]
+    return [f"{ranks}, {resolved.kind}{assumed}: {', '.join([whole[resolved.kind], *divided])}"]
 
 
 def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
@@ -221,6 +228,11 @@ def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | 
         computed = "" if again == "none" else f"; {again} recomputed in backward"
         each = "" if ranks == 1 else " per rank"
         lines.append(f"memory about {_bytes(memory.total)}{each}: {parts}{computed}")
+    resolved = resolve_layout(spec, ranks)
+    sent = None if resolved is None else estimate_communication(phase, resolved, ranks=ranks)
+    if sent is not None and sent.total:
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in sent.parts().items())
+        lines.append(f"each rank sends {bound}{_bytes(sent.total)} per step: {parts}")
     return lines, whole
 
 

@@ -10,6 +10,7 @@ from implicit_blocks.models.counting import ParameterCounts, count_parameters, r
 from implicit_blocks.models.stack_specs import Layer
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec, ModelSpec
 from implicit_blocks.specs.families import total
+from trainer.estimate.division import passed_per_token, saved_parameters, saved_weights
 from trainer.estimate.flops import most_loops
 from trainer.specs.distributed import ResolvedLayout
 from trainer.specs.run import Phase, RunSpec
@@ -92,17 +93,19 @@ def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | 
     if counts is None or counts.total is None or not isinstance(model, LanguageModelSpec) or resolved is None:
         return None
     training = phase.training
-    tokens = min(training.sequences_at_once, training.share(ranks)) * phase.data.seq_len
+    own = min(training.sequences_at_once, training.share(training.distributed.batch_shares(ranks)))
+    tokens = own * phase.data.seq_len // resolved.context
     width = 2 if training.precision == "bfloat16" else _FLOAT32
-    share = _FLOAT32 * counts.total / resolved.shards
+    saved = saved_parameters(model, resolved.tensor)
+    share = _FLOAT32 * (counts.total - saved) / resolved.shards
     return Memory(
         weights=round(share),
         gradients=round(share),
         optimizer=round(2 * share),
         average=0 if training.ema is None else round(share),
-        gathered=_gathered(spec, resolved, counts),
+        gathered=_gathered(spec, resolved, counts, saved=saved),
         graphs=0 if resolved.shards > 1 else _graphs(phase, model, counts, tokens=tokens, width=width),
-        activations=round(tokens * _stored_per_token(phase, model, width)),
+        activations=round(tokens * _stored_per_token(phase, model, width, resolved)),
         logits=_FLOAT32 * _logits(model, tokens),
     )
 
@@ -125,10 +128,10 @@ def decoding_state(model: ModelSpec, *, tokens: int) -> int | None:
     return total(sizes)
 
 
-def _gathered(spec: RunSpec, resolved: ResolvedLayout, counts: ParameterCounts) -> int:
+def _gathered(spec: RunSpec, resolved: ResolvedLayout, counts: ParameterCounts, *, saved: int) -> int:
     if resolved.shards == 1 or counts.total is None:
         return 0
-    together = float(counts.total)
+    together = float(counts.total - saved)
     if spec.training.distributed.unit == "layer" and isinstance(spec.model, LanguageModelSpec):
         of_layers = (counts.layers or 0) + (counts.gains or 0)
         together -= of_layers * (1 - min(1.0, _LAYERS_AT_ONCE / spec.model.total_layers))
@@ -161,7 +164,7 @@ class _Stored(NamedTuple):
     """Each layer's activations in a call, without checkpointing."""
 
 
-def _stored_per_token(phase: Phase, model: LanguageModelSpec, width: int) -> float:
+def _stored_per_token(phase: Phase, model: LanguageModelSpec, width: int, resolved: ResolvedLayout) -> float:
     """Return the bytes stored per token for backward: the prelude once, the core for differentiated loops.
 
     The coda is stored for each iterate that the objective reads. ``width``: bytes per value of a matrix
@@ -175,7 +178,7 @@ def _stored_per_token(phase: Phase, model: LanguageModelSpec, width: int) -> flo
         _Stored(
             calls.get(name, 1),
             stack.d_model * _FLOAT32,
-            tuple(_layer_bytes(layer, stack.d_model, width) for layer in stack.layers),
+            tuple(_layer_bytes(layer, stack.d_model, width, resolved) for layer in stack.layers),
         )
         for name, stack in model.stacks.items()
     ]
@@ -193,18 +196,23 @@ def _stored_per_token(phase: Phase, model: LanguageModelSpec, width: int) -> flo
     return found
 
 
-def _layer_bytes(layer: Layer, d_model: int, width: int) -> float:
-    """Return the bytes that a layer stores per token: outputs of its matrices, the stream in float32."""
-    columns = sum(_columns(part, d_model) for part in layer.parts)
-    return _VALUES_PER_WEIGHT_COLUMN * columns * width + len(layer.parts) * d_model * _FLOAT32
+def _layer_bytes(layer: Layer, d_model: int, width: int, resolved: ResolvedLayout) -> float:
+    """Return the bytes that a layer stores per token: outputs of its matrices, the stream in float32.
+
+    The last rank of those that divide sequences also stores what earlier tokens pass to it.
+    """
+    columns = sum(_columns(part, d_model, resolved.tensor) for part in layer.parts)
+    passed = sum(passed_per_token(part, d_model, resolved, width) for part in layer.parts)
+    stored = _VALUES_PER_WEIGHT_COLUMN * columns * width + len(layer.parts) * d_model * _FLOAT32
+    return stored + resolved.context * passed
 
 
-def _columns(part: MixerSpec | MLPSpec, d_model: int) -> float:
+def _columns(part: MixerSpec | MLPSpec, d_model: int, tensor: int) -> float:
     """Return the outputs per token of a part's matrices, and of its tables of token embeddings."""
     shapes, counts = part.parameter_shapes(d_model), part.parameter_count(d_model)
     tables = [shape for name, shape in (shapes or {}).items() if name.endswith("embedding.weight")]
     weights = 0 if counts is None else counts.weights - sum(map(math.prod, tables))
-    return weights / d_model + sum(shape[1] for shape in tables)
+    return (weights - saved_weights(part, d_model, tensor)) / d_model + sum(shape[1] for shape in tables)
 
 
 def _logits(model: LanguageModelSpec, tokens: int) -> int:

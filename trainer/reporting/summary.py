@@ -9,6 +9,7 @@ from torch import nn
 
 from trainer.checkpoint.folder import TrainingProgress
 from trainer.checkpoint.writer import SaveTimes
+from trainer.distributed.tensor_parts import parameter_count
 from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.display import counted, duration, magnitude
 from trainer.reporting.metrics import json_value, rounded
@@ -52,7 +53,7 @@ def summarize(
         "name": name,
         "task": spec.data.kind,
         "model": spec.model.kind,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": parameter_count(model),
         "steps": progress.step,
         "stopped": stopped,
         "tokens": progress.tokens,

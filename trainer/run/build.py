@@ -179,8 +179,9 @@ def build(
         model, data = parts.model, parts.sources[-1].identity()
         require_same_data(ranks, [source.identity() for source in parts.sources])
         layout = lay_out_model(spec, model, ranks)
-        if not ranks.is_main:  # random numbers of training, such as dropout, must differ between ranks
-            seed_everything(training.seed + ranks.rank)
+        # Random numbers of training, such as dropout, must differ between ranks with other tokens.
+        if layout.grid.data.rank > 0:
+            seed_everything(training.seed + layout.grid.data.rank)
         optimizer = registry.build(training.optimizer, model=model)
         schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
         average = _average(spec, model)
@@ -272,7 +273,7 @@ def _make_loop(
         display=display,
         callbacks=callbacks,
         dispatcher=dispatcher,
-        active=ActivePhase(spec, model=model, sources=parts.sources, ranks=ranks, display=display),
+        active=ActivePhase(spec, model=model, sources=parts.sources, grid=layout.grid, display=display),
         evaluator=Evaluator(
             spec,
             layout=layout,
@@ -384,7 +385,7 @@ def _manifest(
         seed=spec.training.seed,
         threads=torch.get_num_threads(),
         processes=ranks.world_size,
-        layout=layout.kind,
+        layout=layout.resolved.name,
         data=data,
         started_from=ranks.run_on_rank0(lambda: None if origin is None else origin.record()),
     )

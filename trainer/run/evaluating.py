@@ -91,7 +91,7 @@ class Evaluator:
                     last_tokens=evaluation.last_tokens,
                     window_length=evaluation.window_length,
                     announce=self._display.doing,
-                    ranks=self._ranks,
+                    ranks=self._layout.grid.data,  # ranks that divide heads evaluate the same sequences
                     equal_calls=self._layout.communicates_in_the_loop,
                     stop=interrupted,
                 )

@@ -137,7 +137,7 @@ class Loop:
         if skipped:
             self._skip(_not_finite(result, phase=phase, progress=self.progress))
         now = time.perf_counter()
-        tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
+        tokens = batch.tokens * self.layout.grid.batches.world_size  # the shares are equal
         self.progress = replace(
             self.progress,
             step=self.progress.step + 1,

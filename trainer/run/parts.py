@@ -71,7 +71,7 @@ def lay_out_model(spec: RunSpec, model: nn.Module, ranks: Ranks) -> Layout:
     """
     training = spec.training
     layout = lay_out(model, training.distributed, ranks, phases=[phase.model for phase in spec.phase_specs()])
-    if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
+    if training.cuda_graphs and ranks.device.type == "cuda" and layout.resolved.kind in ("none", "ddp"):
         if not isinstance(model, CapturesGraphs):
             raise _unsupported(spec, "capture_graphs", "training.cuda_graphs=false")
         model.capture_graphs()

@@ -9,7 +9,7 @@ from torch import nn
 from implicit_blocks.specs import ModelSpec
 from trainer.data.prefetch import Prefetcher
 from trainer.data.source import Batch, DataSource, rank_share
-from trainer.distributed import Ranks
+from trainer.distributed.grid import Grid
 from trainer.errors import DataError
 from trainer.reporting.display import Display
 from trainer.run.trainable_model import CheckpointsActivations, Reconfigures
@@ -23,7 +23,7 @@ class ActivePhase:
         spec: of the run.
         model: reconfigured when a phase with another model spec begins.
         sources: the data of each phase; phases with equal data share one object.
-        ranks: the processes.
+        grid: the processes, and those that divide a batch.
         display: shows the begin of a phase.
 
     """
@@ -34,14 +34,14 @@ class ActivePhase:
         *,
         model: nn.Module,
         sources: Sequence[DataSource],
-        ranks: Ranks,
+        grid: Grid,
         display: Display,
     ) -> None:
         self._phases = spec.phase_specs()
         self._total_steps = self._phases[-1].last_step
         self._model = model
         self._sources = sources
-        self._ranks = ranks
+        self._ranks, self._batches = grid.ranks, grid.batches
         self._display = display
         self._threads = spec.training.loader_threads
         self._loader = self._loader_of(sources[0])
@@ -106,7 +106,7 @@ class ActivePhase:
             if self._sources[index] is not self.data:
                 break
             size = self._phases[index].training.batch_size
-            offset, count = rank_share(size, rank=self._ranks.rank, world_size=self._ranks.world_size)
+            offset, count = rank_share(size, rank=self._batches.rank, world_size=self._batches.world_size)
             ranges.append((first + offset, count))
             first += size
         return ranges

@@ -137,16 +137,21 @@ def training_step(
     ranks = layout.ranks
     layout.forward.train()
     size = min(micro_batch_size or len(batch), len(batch))
-    scored_total = int(ranks.sum([int((batch.labels != IGNORED).sum())])[0])
+    scored_total = int(layout.grid.batches.sum([int((batch.labels != IGNORED).sum())])[0])
     if scored_total == 0:
         raise DataError(
             f"no token of {place} has a label: all {batch.labels.numel()} labels of this process are "
             f"{IGNORED}; increase training.batch_size or data.seq_len, or score more tokens (data.scoring)"
         )
+    sequences = layout.sequences
+    if sequences is not None:
+        last_tokens = sequences.last_tokens(last_tokens, batch.inputs.shape[1])
     tally = _Tally(ranks.device)
     optimizer.zero_grad(set_to_none=True)
     for first in range(0, len(batch), size):
         part = batch.rows(first, first + size)
+        if sequences is not None:
+            part = sequences.own(part)
         share = int((part.labels != IGNORED).sum()) / scored_total
         if share == 0.0 and ranks.is_single:
             continue  # a mean over no labels is NaN
@@ -168,7 +173,8 @@ def training_step(
     # All measurements are read from the device at once, before the update, which NaN would destroy.
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
     compacts = bool(getattr(getattr(layout.model, "gradient", None), "searches", True))
-    totals = tally.over(ranks, norm=norm, at_once=size, compacts=compacts)
+    grid = layout.grid
+    totals = tally.over(grid.data, norm=norm, at_once=size, compacts=compacts, parts=grid.parts)
     if totals.not_finite is None:
         optimizer.step()
     return totals
@@ -193,7 +199,8 @@ class _Tally:
         self._loss = self._loss + loss.to(self._loss)
         assert output.predictions is not None
         correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
-        last_correct, last_scored = correct_BL[:, -last_tokens:], scored_BL[:, -last_tokens:]
+        first = max(0, labels_BL.shape[1] - last_tokens)
+        last_correct, last_scored = correct_BL[:, first:], scored_BL[:, first:]
         self._correct += torch.stack(
             [part.sum() for part in (correct_BL, scored_BL, last_correct, last_scored)]
         )
@@ -204,10 +211,13 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def over(self, ranks: Ranks, *, norm: Tensor, at_once: int, compacts: bool = True) -> StepResult:
+    def over(
+        self, ranks: Ranks, *, norm: Tensor, at_once: int, compacts: bool = True, parts: int = 1
+    ) -> StepResult:
         """Read all sums from the device at once and combine them with those of the other ranks.
 
         ``at_once`` is the number of sequences of a rank in one search; ``compacts``: as for ``_executed``.
+        Each run of ``parts`` ranks has parts of the same sequences.
         """
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
@@ -215,14 +225,15 @@ class _Tally:
         every = torch.tensor(ranks.gather(own), dtype=torch.float64)
         first_search, first_adjoint = 6, 6 + sum(column.numel() for column in searches)
         correct, scored, last_correct, last_scored = every[:, 2:first_search].sum(0).tolist()
-        found = every[:, first_search:first_adjoint]
+        sequences = every[::parts]
+        found = sequences[:, first_search:first_adjoint]
         return StepResult(
             loss=float(every[:, 0].sum()),
             accuracy=correct / max(1.0, scored),
             accuracy_last=last_correct / max(1.0, last_scored),
             gradient_norm=float(every[0, 1]),  # of all ranks' gradients already
             search=_summed_up(found),
-            adjoint=_summed_up(every[:, first_adjoint:]),
+            adjoint=_summed_up(sequences[:, first_adjoint:]),
             iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once, compacts=compacts)
             if searches
             else None,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs import Spec
+from implicit_blocks.specs import Spec, field_error
 
 Kind = Literal["none", "ddp", "fsdp", "hsdp"]
 
@@ -17,10 +17,22 @@ DDP_SHARE = 0.2
 
 
 class ResolvedLayout(NamedTuple):
-    """A distribution resolved for a number of ranks; ``shards`` ranks share one copy of the state."""
+    """A distribution resolved for a number of ranks; ``shards`` ranks share one copy of the state.
+
+    ``tensor`` ranks divide heads and hidden channels, ``context`` ranks divide sequences.
+    """
 
     kind: Kind
     shards: int
+    tensor: int = 1
+    context: int = 1
+
+    @property
+    def name(self) -> str:
+        """The layout in words."""
+        divided = [f"{name} {size}" for name, size in (("tensor", self.tensor), ("context", self.context))]
+        parts = [part for part in divided if not part.endswith(" 1")]
+        return ", ".join(parts if self.kind == "none" and parts else [self.kind, *parts])
 
 
 class DistributedSpec(Spec):
@@ -42,8 +54,40 @@ class DistributedSpec(Spec):
     stopping: Literal["agreed", "fixed_budget"] = "agreed"
     """For `unit: layer`: ranks iterate until all have converged, or always for the maximum number of
     iterations. In other layouts each rank stops independently."""
+    tensor: PositiveInt = 1
+    """Number of ranks that divide the heads and hidden channels of every layer; each computes a part."""
+    context: PositiveInt = 1
+    """Number of ranks that divide every training sequence, for sequences that do not fit on one rank."""
     timeout_minutes: PositiveFloat = 30.0
     """Maximum time that a rank waits for the others."""
+
+    @model_validator(mode="after")
+    def _whole_model_if_divided(self) -> Self:
+        if self.unit == "layer":
+            for name in ("tensor", "context"):
+                if (size := getattr(self, name)) > 1:
+                    message = f"unit 'layer' gathers weights in every call, which {name} does not support; "
+                    raise field_error(message + "set unit to 'model'", name, value=size)
+        return self
+
+    def batch_shares(self, ranks: int) -> int:
+        """Return the number of shares into which ranks divide a batch: ``ranks / (tensor · context)``.
+
+        One process has whole models and sequences.
+
+        Raises:
+            ValueError: the ranks cannot be divided.
+
+        """
+        if ranks == 1:
+            return 1
+        if ranks % (self.tensor * self.context):
+            raise ValueError(
+                f"training.distributed.tensor {self.tensor} times context {self.context} does not divide the "
+                f"{ranks} processes; start a multiple of {self.tensor * self.context} processes, or choose "
+                "other numbers"
+            )
+        return ranks // (self.tensor * self.context)
 
     def resolve(
         self, *, parameters: int, ranks: int, ranks_per_machine: int, memory: float | None
@@ -62,6 +106,11 @@ class DistributedSpec(Spec):
         """
         if ranks == 1:
             return ResolvedLayout("none", 1)
+        divided = {"tensor": self.tensor, "context": self.context}
+        replicas = self.batch_shares(ranks) * self.context
+        parameters, per_machine = parameters // self.tensor, max(1, ranks_per_machine // self.tensor)
+        if replicas == 1:
+            return ResolvedLayout("none", 1, **divided)
         if self.kind == "none":
             raise ValueError(
                 f"training.distributed.kind is none, but there are {ranks} processes; choose auto, ddp, "
@@ -75,11 +124,12 @@ class DistributedSpec(Spec):
         else:
             kind = "fsdp" if ranks <= ranks_per_machine else "hsdp"
         if kind != "hsdp":
-            return ResolvedLayout(kind, ranks if kind == "fsdp" else 1)
-        shards = self.shard_size if self.shard_size is not None else ranks_per_machine
-        if ranks % shards:
+            return ResolvedLayout(kind, replicas if kind == "fsdp" else 1, **divided)
+        shards = self.shard_size if self.shard_size is not None else per_machine
+        if replicas % shards:
+            of_heads = "" if self.tensor == 1 else f" divided by tensor {self.tensor}"
             raise ValueError(
-                f"training.distributed.shard_size {shards} does not divide the {ranks} processes; choose a "
-                "divisor"
+                f"training.distributed.shard_size {shards} does not divide the {ranks} processes{of_heads}; "
+                "choose a divisor"
             )
-        return ResolvedLayout(kind, shards)
+        return ResolvedLayout(kind, shards, **divided)

@@ -29,6 +29,7 @@ from trainer.specs.data import (
     TokensSpec,
     WordProblemSpec,
 )
+from trainer.specs.divided import check_divided
 from trainer.specs.generated import MazeSpec, StateTrackingSpec, SudokuSpec
 from trainer.specs.optimizers import AdamWSpec, MuonSpec, OptimizerSpec, TorchOptimizerSpec
 from trainer.specs.phases import Phase, PhaseSpec, change_sections, plan, steps_of_tokens
@@ -197,9 +198,10 @@ class RunSpec(BaseRunSpec):
             ValueError: names the phase if there are several.
 
         """
+        shares = self.training.distributed.batch_shares(ranks)
         for phase in self.phase_specs():
             try:
-                phase.training.share(ranks)
+                phase.training.share(shares)
             except ValueError as error:
                 raise ValueError(f"phase {phase.name!r}: {error}" if self.phases else str(error)) from None
 
@@ -238,6 +240,8 @@ class RunSpec(BaseRunSpec):
                     message = "early_stopping needs evaluations during the run; set training.evaluate_every"
                     raise field_error(message, "callbacks", index, value=callback)
         shortest = min(self.evaluation.at(self.data.seq_len).lengths)
+        if max(self.training.distributed.tensor, self.training.distributed.context) > 1:
+            check_divided(self)
         if shortest < self.evaluation.last_tokens:
             message = f"the shortest evaluation length is {shortest} tokens; use {shortest} or less"
             raise field_error(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)

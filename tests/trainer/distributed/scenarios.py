@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -15,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer.run.build
 from implicit_blocks.layers import Linear, RMSNorm
+from implicit_blocks.parallel import collectives
 from trainer.callbacks import Callback
 from trainer.distributed import Ranks, join, leave
 from trainer.reporting.metrics import read_metrics
@@ -81,7 +85,7 @@ def train(spec: dict[str, Any], folder: str, *, ranks: Ranks | None = None, hide
         "evaluations": list(read_metrics(Path(folder) / "evaluations.jsonl")),
         "calls": len(calls),
         "types": {name: sorted(str(kind).removeprefix("torch.") for kind in types[name]) for name in types},
-        "layout": run.loop.layout.kind,
+        "layout": run.loop.layout.resolved.kind,
         "shards": [tuple(p.to_local().shape) for p in run.model.parameters() if hasattr(p, "to_local")],
     }
 
@@ -114,6 +118,52 @@ def train_each_compiled(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
 
     torch.nn.Module.compile = without_kernels  # type: ignore[method-assign,assignment]
     return train_each(ranks, runs, folder)
+
+
+def train_in_turns(ranks: Ranks, turns: list[tuple[int, dict[str, Any]]], folder: str) -> Any:
+    """Train one run in one layout after the other, each resumed from the last; return its rows."""
+    for number, (stop_at, spec) in enumerate(turns):
+        run = build(
+            RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks, resume=number > 0
+        )
+        run.train(stop_at=stop_at)
+    return list(read_metrics(Path(folder) / "metrics.jsonl"))
+
+
+def save_again(ranks: Ranks, runs: dict[str, Any]) -> Any:
+    """Load the last checkpoint of each run, by its folder, and save what was loaded as that of step 99."""
+    for folder, spec in runs.items():
+        run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks, resume=True)
+        run.loop.checkpoints.save(replace(run.loop.progress, step=99), seconds=lambda: 0.0)
+        run.loop.checkpoints.end()
+        run.loop.active.close()
+        run.folder.release()
+
+
+def count_traffic(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
+    """Return the parameters of this rank and the bytes that it sends within layers in a step, by run."""
+    found = {}
+    for name, spec in runs.items():
+        run = build(RunSpec.model_validate(spec), output=Path(folder) / name, device="cpu", ranks=ranks)
+        sent = [0.0]
+
+        def counted(exchange: Any, share: float, sent: list[float] = sent) -> Any:
+            def run_exchange(x: torch.Tensor, group: Any) -> torch.Tensor:
+                sent[0] += share * x.numel() * x.element_size()
+                return exchange(x, group)
+
+            return run_exchange
+
+        size = ranks.world_size  # a ring sends these shares of the input
+        shares = {"_sum": 2 * (size - 1) / size, "_gather": size - 1, "_scatter_sum": (size - 1) / size}
+        with ExitStack() as patches:
+            for exchange, share in shares.items():
+                original = getattr(collectives, exchange)
+                patches.enter_context(mock.patch.object(collectives, exchange, counted(original, share)))
+            run.loop.evaluator.sets.clear()
+            run.train()
+        found[name] = {"parameters": sum(p.numel() for p in run.model.parameters()), "sent": sent[0]}
+    return found
 
 
 def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:

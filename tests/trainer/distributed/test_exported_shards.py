@@ -1,4 +1,4 @@
-"""The export of a sharded model is complete."""
+"""The export of a model of which ranks have parts is complete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from trainer.specs.run import RunSpec
 Small = Callable[..., RunSpec]
 
 
-def test_sharded_weights_are_gathered_for_export(
-    small: Small, tmp_path: Path, processes: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("distributed", [{"kind": "fsdp"}, {"tensor": 2}], ids=["fsdp", "tensor"])
+def test_divided_weights_are_gathered_for_export(
+    distributed: dict[str, Any], small: Small, tmp_path: Path, processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
     changes = {"training.max_steps": 2, "training.export_every": 2}
     build(small(changes), output=tmp_path / "one", device="cpu").train()
-    spec = small({**changes, "training.distributed.kind": "fsdp"}).model_dump(mode="json")
+    spec = small({**changes, "training.distributed": distributed}).model_dump(mode="json")
     processes("export_plainly", spec=spec, folder=str(tmp_path / "two"))
     one, two = (
         load_file(tmp_path / name / "exports" / "step-00000002" / "model.safetensors")
