@@ -118,13 +118,15 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             return 0
         from trainer.distributed import join, require_same_spec
         from trainer.run.build import build
-        from trainer.storage.run_folder import folder_to_resume
+        from trainer.storage.run_folder import folder_of_job, folder_to_resume
 
         ranks = join(options.device, timeout_minutes=spec.training.distributed.timeout_minutes)
         # Before the folder is created; `build` compares its own arguments.
         require_same_spec(ranks, {}, options={"--stop-at": options.stop_at})
         resume = options.resume or options.checkpoint is not None
         output = options.output
+        if not resume and (begun := ranks.run_on_rank0(lambda: folder_of_job(output, name))) is not None:
+            output, resume = begun, True
         if output is None and resume:
             output = folder_to_resume(name)
         run = build(

@@ -182,12 +182,28 @@ def join(device: str = "auto", *, timeout_minutes: float = TIMEOUT_MINUTES) -> R
     elif chosen.type != "cpu":
         raise DeviceError(f"device {device!r} can't be used by several processes; use cuda or cpu")
     if not dist.is_initialized():
+        timeout, store = timedelta(minutes=timeout_minutes), _store_of_attempt()
+        own = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
         # One group for both: the device of a tensor selects gloo or NCCL.
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-            timeout=timedelta(minutes=timeout_minutes),
+            "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", timeout=timeout, **own
         )
     return Ranks(chosen, rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _store_of_attempt() -> Any:
+    """Return the store for the processes that torchrun has restarted; None: the one that torch finds.
+
+    torchrun keeps one store for all attempts (seen in torch 2.13). Without a prefix the new processes read
+    the addresses of those that have ended. Only the processes of one machine agree on the number of the
+    attempt; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun create a store for each attempt.
+    """
+    given, attempt = os.environ, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given.get("GROUP_WORLD_SIZE", "1") == "1"
+    if attempt == "0" or not shared:
+        return None
+    store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]  # torch does not list it
+    return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # as above
 
 
 def leave() -> None:

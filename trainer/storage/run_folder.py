@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,6 +108,11 @@ class RunFolder:
     def run_name(self) -> str:
         """Return the name of the run from the manifest, or the name of the folder if that is missing."""
         return str(self._manifest().get("name", self.path.name))
+
+    @property
+    def job(self) -> str | None:
+        """The torchrun job that created the run (`torchrun_job`); None: another program, or no run."""
+        return self._manifest().get("job") if self.spec_path.is_file() else None
 
     def _manifest(self) -> dict[str, Any]:
         """Read the manifest. It may be missing, since no run depends on it, but it must not be damaged."""
@@ -265,6 +271,20 @@ def folder_to_resume(name: str, *, root: Path = Path("runs")) -> Path:
     return found[0]
 
 
+def torchrun_job() -> str | None:
+    """Return what identifies a torchrun job in all attempts, on the machine of rank 0; None: no job."""
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if job is None else f"{job} of process {os.getppid()} on {platform.node()}"
+
+
+def folder_of_job(output: Path | None, name: str, *, root: Path = Path("runs")) -> Path | None:
+    """Return the folder, which may be ``output``, that an earlier attempt of this torchrun job began."""
+    if (job := torchrun_job()) is None:
+        return None
+    candidates = sorted(root.glob(f"{name}-*")) if output is None else [output]
+    return next((path for path in candidates if RunFolder(path).job == job), None)
+
+
 def make_manifest(
     *,
     name: str,
@@ -288,6 +308,7 @@ def make_manifest(
         "device": device,
         "threads": threads,
         "processes": processes,
+        "job": torchrun_job(),
         "layout": layout,
         "data": dict(data or {}),
         "started_from": None if started_from is None else dict(started_from),
