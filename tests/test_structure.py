@@ -100,5 +100,10 @@ def test_a_trace_orders_files_by_first_calls_and_counts_changes_of_file(
     with structure.Trace() as trace:
         functions["first"]()
     functions["other"]()
-    assert trace.files == {"implicit_blocks/a.py": "first", "trainer/b.py": "second"}
+    assert trace.files == ["implicit_blocks/a.py", "trainer/b.py"]
     assert trace.changes == 2  # first | second, third | fourth
+    assert trace.walk == [
+        ("implicit_blocks/a.py", ["first"]),
+        ("trainer/b.py", ["second", "third"]),
+        ("implicit_blocks/a.py", ["fourth"]),
+    ]

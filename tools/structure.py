@@ -2,7 +2,7 @@
 
     python tools/structure.py                    print the table
     python tools/structure.py --check            the same; exit with 1 if a value is above its bar
-    python tools/structure.py --files forward    list the files that a forward pass enters, in order
+    python tools/structure.py --files forward    list the files and functions that a forward pass enters
     python tools/structure.py --circles          list the import circles
 
 The table below (`ROWS`) holds each row's bar, which ``--check`` enforces, and its target.
@@ -48,7 +48,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -307,17 +307,22 @@ class Trace:
             self._functions.setdefault(frame.f_code)
 
     @property
-    def files(self) -> dict[str, str]:
-        """The files, as paths from the repository's root, each with the function that entered it first."""
-        entered: dict[str, str] = {}
-        for code in self._functions:
-            entered.setdefault(str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname)
-        return entered
+    def files(self) -> list[str]:
+        """The files in the order in which they are entered, as paths from the repository's root."""
+        return list(dict.fromkeys(path for path, _ in self.walk))
+
+    @property
+    def walk(self) -> list[tuple[str, list[str]]]:
+        """The functions in the order of their first calls: neighbors of one file, with its path."""
+        return [
+            (str(Path(filename).relative_to(ROOT)), [code.co_qualname for code in codes])
+            for filename, codes in groupby(self._functions, key=lambda code: code.co_filename)
+        ]
 
     @property
     def changes(self) -> int:
         """How many neighbors among the functions are defined in different files."""
-        return sum(one.co_filename != other.co_filename for one, other in pairwise(self._functions))
+        return max(0, len(self.walk) - 1)
 
 
 def trace_build() -> Trace:
@@ -467,15 +472,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="python tools/structure.py", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a value is above its bar")
-    parser.add_argument("--files", choices=ACTIONS, help="list the files that an action enters, in order")
+    parser.add_argument("--files", choices=ACTIONS, help="list the files and functions that an action enters")
     parser.add_argument("--circles", action="store_true", help="list the import circles at run time")
     options = parser.parse_args(arguments)
     sys.path.insert(0, str(ROOT))  # measure this repository, whichever is installed
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only wait for each other
     if options.files is not None:
         trace = ACTIONS[options.files]()
-        for number, (path, function) in enumerate(trace.files.items(), 1):
-            print(f"{number:3} {path} ({function})")
+        for path, functions in trace.walk:  # a file that is entered again keeps its number
+            print(f"{trace.files.index(path) + 1:3} {path}: {', '.join(functions)}")
         print(f"{len(trace.files)} files, {trace.changes} changes of file")
         return 0
     if options.circles:
