@@ -61,7 +61,8 @@ class ImplicitFunction(GradientEstimator):
         found = call_at_solution(f, z0, search)
         value, adjoint = found.fz, Adjoint()
         if value.requires_grad:  # else the map depends on nothing differentiable, not even on z
-            agree = search.agree if isinstance(search.agree, DividedRows) else None
+            agree = getattr(search, "agree", None)  # a plain function has none
+            agree = agree if isinstance(agree, DividedRows) else None
             backward = Search(solver=self.solver, stopping=self.stopping, agree=agree)
             value = _Implicit.apply(value, found.z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return found.solution.with_value(found.restore(value), adjoint=adjoint)
