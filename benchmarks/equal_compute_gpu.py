@@ -162,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
     given = made.parse_args(arguments)
 
+    from report import machine
+
     from trainer.experiments.equal_compute.recipes import Recipe
     from trainer.experiments.equal_compute.runs import read_results, train_recipes
     from trainer.storage.files import write_json
@@ -187,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = read_results(given.output) if given.output.is_dir() else []
         print(table(rows), flush=True)
         if given.summary is not None:
-            write_json(given.summary, summary(rows))
+            write_json(given.summary, {"machine": machine(), **summary(rows)})
     print(f"{len(missing)} runs are missing: {', '.join(missing)}" if missing else "all runs are finished")
     return 0
 
