@@ -28,7 +28,6 @@ from implicit_blocks.interfaces import SearchLike as SearchLike
 from implicit_blocks.interfaces import SequenceMap as SequenceMap
 from implicit_blocks.interfaces import Solver as Solver
 from implicit_blocks.interfaces import SteppingMap as SteppingMap
-from implicit_blocks.interfaces import Window as Window
 from implicit_blocks.mixers import *  # noqa: F403 - all that it registers
 from implicit_blocks.mlps import FeedForwardSpec as FeedForwardSpec
 from implicit_blocks.models.explicit import ExplicitLM as ExplicitLM
@@ -75,5 +74,6 @@ from implicit_blocks.specs.families import Stopping as Stopping
 from implicit_blocks.specs.loading import load_spec as load_spec
 from implicit_blocks.starts import *  # noqa: F403 - all that it registers
 from implicit_blocks.starts.start import Start as Start
+from implicit_blocks.windows import Window as Window
 
 __version__: str

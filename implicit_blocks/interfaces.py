@@ -13,25 +13,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks._utils.padding import PaddingPermutation, of_last_real
 from implicit_blocks.registry import build
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ComponentSpec, Stopping
+from implicit_blocks.windows import Window
 
 if TYPE_CHECKING:
-    from implicit_blocks.parallel.sequence import SequencePart
     from implicit_blocks.search.agreement import Agreement
     from implicit_blocks.search.loops import LoopCounts
     from implicit_blocks.search.search import Search
 
-_Made = TypeVar("_Made")
 State = Any  # a tensor, or nested tuples, lists and dicts of tensors
 
 Map = Callable[[Tensor], Tensor]
@@ -175,105 +172,6 @@ class GradientEstimator(Component, ABC):
 
 
 # --------------------------------------------------------------------------------------------- mixers
-
-
-@dataclass(frozen=True)
-class Window:
-    """Consecutive tokens that are solved together, after ``start`` committed ones.
-
-    ``positions_BL`` (1 or B, L) int64 counts the real tokens of each row from 0, across documents.
-    ``valid_BT`` (B, T) bool is False at padding; ``documents_BT`` (B, T) int64 numbers the documents packed
-    into a row. Both include the committed tokens, T = start + length, and are None where there is no padding
-    or a single document. ``gaps`` is False where no padding separates two tokens of a row. ``dtype`` is that
-    of the residual stream. ``u_rows_BL`` (B, L) int64 has the row of the injection table for each token,
-    where all mixers support such a table (``Mixer.supports_injection_table``). ``ids_BL`` (B, L) int64 has
-    the token IDs, where a mixer needs them (``Mixer.needs_token_ids``). With ``part`` other ranks solve the
-    other parts of the sequence at the same time, in windows of the same length; mixers get the state before
-    the window from them in every call.
-    """
-
-    batch_size: int
-    start: int
-    length: int
-    positions_BL: Tensor
-    valid_BT: Tensor | None = None
-    documents_BT: Tensor | None = None
-    gaps: bool = True
-    dtype: torch.dtype = torch.float32
-    u_rows_BL: Tensor | None = None
-    ids_BL: Tensor | None = None
-    part: SequencePart | None = None
-    shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the window's tokens."""
-        return self.positions_BL.device
-
-    @property
-    def valid_BL(self) -> Tensor | None:
-        """Where the window's own tokens are real, (B, L) bool; None: everywhere."""
-        return None if self.valid_BT is None else self.valid_BT[:, self.start :]
-
-    @property
-    def documents_BL(self) -> Tensor | None:
-        """The documents of the window's own tokens, (B, L) int64; None: a single document."""
-        return None if self.documents_BT is None else self.documents_BT[:, self.start :]
-
-    def real_first(self) -> PaddingPermutation | None:
-        """Return the permutation that moves padding after each row's real tokens; None without padding."""
-        valid = self.valid_BL
-        if valid is None:
-            return None
-        return self.once("real first", lambda: PaddingPermutation.of(valid))
-
-    def documents_before(self, count: int) -> Tensor | None:
-        """Return the documents of the last real tokens before the window, (B, S) int64, the latest last.
-
-        S is ``count``, or the number of committed tokens if that is less. None for a single document. Rows
-        with fewer real tokens begin with the documents of padding.
-        """
-        if self.documents_BT is None:
-            return None
-        start = self.start
-        valid = None if self.valid_BT is None else self.valid_BT[:, :start]
-        return of_last_real(self.documents_BT[:, :start], valid, count)
-
-    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
-        """Return ``make()``, called once per window and key: masks and rotation tables shared by layers."""
-        if key not in self.shared:
-            self.shared[key] = make()
-        made: _Made = self.shared[key]
-        return made
-
-    def cut(self, first: int, stop: int) -> Window:
-        """Return the window of its tokens from ``first`` up to ``stop``, those before them committed."""
-        end = self.start + stop
-        return replace(
-            self,
-            start=self.start + first,
-            length=stop - first,
-            positions_BL=self.positions_BL[:, first:stop],
-            valid_BT=None if self.valid_BT is None else self.valid_BT[:, :end],
-            documents_BT=None if self.documents_BT is None else self.documents_BT[:, :end],
-            u_rows_BL=None if self.u_rows_BL is None else self.u_rows_BL[:, first:stop],
-            ids_BL=None if self.ids_BL is None else self.ids_BL[:, first:stop],
-            shared={},
-        )
-
-    def select_rows(self, rows: Tensor) -> Window:
-        """Return the window of these rows, (R,) int64 indices."""
-        positions = self.positions_BL if self.positions_BL.shape[0] == 1 else self.positions_BL[rows]
-        return replace(
-            self,
-            batch_size=rows.numel(),
-            positions_BL=positions,
-            valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
-            documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
-            u_rows_BL=None if self.u_rows_BL is None else self.u_rows_BL[rows],
-            ids_BL=None if self.ids_BL is None else self.ids_BL[rows],
-            shared={},
-        )
 
 
 class SlotStates(ABC):

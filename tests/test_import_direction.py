@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "implicit_blocks.depths",
         "implicit_blocks.scalings",
     ),
-    ("implicit_blocks.interfaces", "implicit_blocks.solution"),
+    ("implicit_blocks.interfaces", "implicit_blocks.solution", "implicit_blocks.windows"),
     ("implicit_blocks.checkpoints",),
     ("implicit_blocks.specs", "implicit_blocks.registry"),
     ("implicit_blocks._utils", "implicit_blocks.cuda.host_copy"),  # the copy needs torch alone

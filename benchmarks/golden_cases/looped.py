@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 import implicit_blocks as ib
-from implicit_blocks.models.inputs import Inputs
 from implicit_blocks.models.parts import Prepared
+from implicit_blocks.windows import Inputs
 
 
 def prepared(model: ib.ImplicitLM, tokens: Tensor) -> Prepared:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.models.stack import Block
+from implicit_blocks.windows import SequenceState
 
 
 class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are Any where its types are unknown

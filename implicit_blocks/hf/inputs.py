@@ -12,8 +12,8 @@ from torch import Tensor
 
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.hf.cache import ImplicitCache
-from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.windows import SequenceState
 
 _OF_THE_LIBRARY = frozenset({"start", "exit"})
 """Options of a search that the transformers classes do not offer."""

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.interfaces import Mixer, SlotStates, State, Window
+from implicit_blocks.interfaces import Mixer, SlotStates, State
 from implicit_blocks.registry import build
 from implicit_blocks.specs import HybridSpec
+from implicit_blocks.windows import Window
 
 
 class Hybrid(Mixer):

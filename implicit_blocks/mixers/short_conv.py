@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks._utils.padding import PaddingPermutation, permute
-from implicit_blocks.interfaces import Window
 from implicit_blocks.layers import reset_linear_
+from implicit_blocks.windows import Window
 
 __all__ = ["DepthwiseConv", "DocumentsAround", "PaddingPermutation", "permute"]
 

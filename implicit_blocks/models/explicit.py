@@ -10,14 +10,13 @@ from typing import Unpack
 
 from torch import Tensor
 
-from implicit_blocks.models.inputs import check_forward, check_inputs, check_windows
 from implicit_blocks.models.outputs import Encoded, LMOutput
-from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, read_out
-from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, check_forward, read_out
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
+from implicit_blocks.windows import SequenceState, check_inputs, check_windows
 
 
 class ExplicitLM(ModelParts):

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.injections.projection import pays_by_token
-from implicit_blocks.interfaces import GradientEstimator, Solver, Window
+from implicit_blocks.interfaces import GradientEstimator, Solver
 from implicit_blocks.models.compatibility import check_reconfigured
-from implicit_blocks.models.inputs import check_forward, check_inputs, check_start, check_windows
 from implicit_blocks.models.objectives import Objective
 from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
-from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, read_out, scaled
-from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, check_forward, read_out, scaled
 from implicit_blocks.models.solving import SearchPlan, following_depth, solve_window
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
@@ -29,6 +27,7 @@ from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.specs import ImplicitLMSpec, Stopping
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm
+from implicit_blocks.windows import SequenceState, Window, check_inputs, check_windows
 
 
 class ImplicitLM(ModelParts):
@@ -215,7 +214,7 @@ class ImplicitLM(ModelParts):
         u, e_BLE = self.inject(injected, weights)
         z0_BLC = self.initial_point(prepared.x_BLD, c_BLD, window.positions_BL)
         if search is not None and search.start is not None:
-            z0_BLC = check_start(search.start, z0_BLC)
+            z0_BLC = _check_start(search.start, z0_BLC)
         if search is not None and search.warm_start:
             z0_BLC = state.warm_start(window, z0_BLC)
         f = self.backbone.bind(
@@ -283,3 +282,19 @@ class ImplicitLM(ModelParts):
         self.evaluation_stopping, self.core_loops = spec.evaluation_stopping, spec.state_loops
         self.depth = following_depth(self.depth, spec.depth, self)
         self.objective = None if spec.objective.kind == "last" else build(spec.objective)
+
+
+def _check_start(start: Tensor, like_BLC: Tensor) -> Tensor:
+    """Return a given start of the search in the dtype of the stream.
+
+    Raises:
+        ValueError: for another shape or type.
+
+    """
+    if not isinstance(start, Tensor) or not start.is_floating_point():
+        raise ValueError("start must be a floating-point tensor (batch, tokens, core width)")
+    if start.shape != like_BLC.shape:
+        raise ValueError(
+            f"start has shape {tuple(start.shape)}; the state of the core has {tuple(like_BLC.shape)}"
+        )
+    return start.to(like_BLC)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.solution import Solution
+from implicit_blocks.windows import SequenceState
 
 
 class Iterate(NamedTuple):

@@ -17,11 +17,9 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.depths.depth import Depth
 from implicit_blocks.injections.base import Injection
-from implicit_blocks.interfaces import State, Window
+from implicit_blocks.interfaces import State
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
-from implicit_blocks.models.inputs import Inputs, check_label_ids, check_token_ids
 from implicit_blocks.models.outputs import Encoded, LMOutput
-from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.models.stack import Block, BoundMap, Stack
 from implicit_blocks.models.stack_specs import Stack as StackLayout
 from implicit_blocks.models.training import TrainingMethods
@@ -31,6 +29,7 @@ from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import assign_weight
+from implicit_blocks.windows import Inputs, SequenceState, Window
 
 
 class ModelWeights(WeightCache):
@@ -338,6 +337,60 @@ class ModelParts(TrainingMethods, nn.Module):
                 weight = projection.weight
                 assert isinstance(weight, Tensor)
                 assign_weight(projection, weight / math.sqrt(len(projections)))
+
+
+def check_forward(input_ids: Tensor, labels: Tensor | None, *, vocab_size: int, return_logits: bool) -> None:
+    """Check the tokens and labels of a forward pass, both (B, L).
+
+    Raises:
+        ValueError: for other shapes or dtypes, unknown IDs (checked on a CPU only), or no output requested.
+
+    """
+    check_token_ids(input_ids, vocab_size=vocab_size)
+    if labels is not None:
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"labels is a {type(labels).__name__}; give a tensor, torch.tensor(…)")
+        if labels.shape != input_ids.shape:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}; give one "
+                "label per token, aligned with it"
+            )
+        check_label_ids(labels, vocab_size=vocab_size)
+    if labels is None and not return_logits:
+        raise ValueError("return_logits=False requires labels; without them nothing would be returned")
+
+
+def check_token_ids(input_ids: Tensor, *, vocab_size: int) -> None:
+    """Raise ValueError for anything but integers (B, L) below ``vocab_size``; values on a CPU only."""
+    if not isinstance(input_ids, Tensor):
+        raise ValueError(f"input_ids is a {type(input_ids).__name__}; give a tensor, torch.tensor(…)")
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0"
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids are {input_ids.dtype}; give token IDs as int64")
+    if (unknown := _unknown(input_ids, vocab_size)) is not None:
+        raise ValueError(f"input_ids have token {unknown}; use the model's own tokenizer")
+
+
+def check_label_ids(labels: Tensor, *, vocab_size: int) -> None:
+    """Raise ValueError for labels other than -100 or integers below ``vocab_size``; values on a CPU only."""
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"labels are {labels.dtype}; give token IDs as int64")
+    if (unknown := _unknown(labels, vocab_size, but=-100)) is not None:
+        raise ValueError(f"labels have {unknown}; -100 marks an ignored position")
+
+
+def _unknown(ids: Tensor, vocab_size: int, *, but: int | None = None) -> str | None:
+    """Describe the first ID outside the embedding; None where reading the values would synchronize."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._functorch.is_batchedtensor(ids):
+        return None
+    known = (ids >= 0) & (ids < vocab_size)
+    known = known if but is None else known | (ids == but)
+    if bool(known.all()):
+        return None
+    return f"{int(ids[~known][0])}, and the model knows 0 to {vocab_size - 1}"
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:

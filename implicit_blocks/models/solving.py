@@ -16,7 +16,6 @@ from implicit_blocks.depths import UntilConvergedSpec
 from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.gradients import LastLoops
 from implicit_blocks.interfaces import Solver, State
-from implicit_blocks.models.inputs import check_loops
 from implicit_blocks.models.parts import OutputMap
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
@@ -82,7 +81,7 @@ def solve_window(
     leads to the head, for exit criteria that read predictions.
     """
     if model.core_loops > 1 and (commit or f.window.start):
-        check_loops(plan.search, states=model.core_loops)
+        _check_loops(plan.search, states=model.core_loops)
         return _take_loops_with_states(model, f, start_BLC, states, search=plan.search, commit=commit)
     loops = plan.loops
     final_call = commit or (loops is None and not torch.is_grad_enabled())
@@ -175,6 +174,17 @@ def exit_criterion(
     if output.pointwise:
         return _bound_criterion(model, lambda points: model.predict(output(points)), search)
     return _bound_criterion(model, Predictions(output, model.predict, (len(z_BLC), z_BLC.shape[1])), search)
+
+
+def _check_loops(search: SearchOptions | None, *, states: int) -> None:
+    """Raise ValueError where a call chooses a number of loops other than that of the kept states."""
+    if search is None or (search.loops in (None, states) and search.exit is None):
+        return
+    given = f"exit {search.exit!r}" if search.loops is None else f"loops {search.loops!r}"
+    raise ValueError(
+        f"the model keeps one state for each of its {states} loops, and the call asks for {given}; leave it "
+        "out, or change at_evaluation.exit of the model's spec"
+    )
 
 
 def exit_of_points(model: ImplicitLM, search: SearchOptions) -> Exit | None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks._utils.describe import described
 from implicit_blocks.injections.base import Injection
-from implicit_blocks.interfaces import Mixer, State, Window
+from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.layers import RMSNorm
 from implicit_blocks.models.stack_specs import NormPlacement
 from implicit_blocks.models.stack_specs import Stack as StackLayout
@@ -23,6 +23,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm
+from implicit_blocks.windows import Window
 
 
 class BlockContext(NamedTuple):
@@ -346,9 +347,8 @@ class BoundMap:
             with self.weights.activate():
                 stream = self._enter(z_BLD)
                 entered_BLD = stream.z_BLD
-                for block, state, context in zip(
-                    self.stack.blocks(), self.states, self.contexts, strict=True
-                ):
+                layers = zip(self.stack.blocks(), self.states, self.contexts, strict=True)
+                for block, state, context in layers:
                     self._prepare(block)
                     stream = block(stream, self.u_BLU, state, context)
                 z_BLD = self._end(z_BLD, entered_BLD, stream, steps, out)
@@ -356,9 +356,9 @@ class BoundMap:
 
     def _enter(self, z_BLD: Tensor) -> Stream:
         """Return the stream before the layers."""
-        return Stream(
-            z_BLD if self.injection is None or self.direct else self.injection.enter(z_BLD, self.e_BLD)
-        )
+        if self.injection is None or self.direct:
+            return Stream(z_BLD)
+        return Stream(self.injection.enter(z_BLD, self.e_BLD))
 
     def _end(
         self,

@@ -26,8 +26,8 @@ from implicit_blocks.ops.transforms import without_autocast
 from implicit_blocks.parallel.collectives import gathered
 
 if TYPE_CHECKING:
-    from implicit_blocks.interfaces import Window
     from implicit_blocks.search.agreement import Agreement
+    from implicit_blocks.windows import Window
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.interfaces import Mixer, State, Window
-from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.models.stack import mixed_and_state
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
+from implicit_blocks.windows import SequenceState, Window
 
 D_MODEL, BATCH, LENGTH = 16, 3, 9
 TOLERANCE = 1e-9

@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import Mixer, SlotStates, Window
-from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.interfaces import Mixer, SlotStates
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import (
@@ -27,6 +26,7 @@ from implicit_blocks.testing.mixer_runs import (
     run,
     with_ids,
 )
+from implicit_blocks.windows import SequenceState, Window
 
 
 @torch.no_grad()

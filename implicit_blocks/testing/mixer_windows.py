@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from implicit_blocks.interfaces import Mixer, Window
-from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.interfaces import Mixer
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import (
@@ -27,6 +26,7 @@ from implicit_blocks.testing.mixer_runs import (
     state_error,
     with_ids,
 )
+from implicit_blocks.windows import SequenceState, Window
 
 
 @torch.no_grad()

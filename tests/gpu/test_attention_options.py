@@ -7,12 +7,12 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.models.map_graphs import MapGraphs
-from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.attention import ATTENTION
 from implicit_blocks.testing import check_backend
 from implicit_blocks.testing.mixer_runs import inputs, make, run
 from implicit_blocks.weights.cache import WeightCache
+from implicit_blocks.windows import SequenceState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from implicit_blocks.interfaces import Window
 from implicit_blocks.layers import Linear
 from implicit_blocks.parallel.sequence import SequencePart
 from implicit_blocks.parallel.tensor import divide, local_part
 from implicit_blocks.search.agreement import DividedRows
 from implicit_blocks.specs.tensor_plan import Divided, Section, TensorPlan, rows
+from implicit_blocks.windows import Window
 from trainer.distributed.grid import Grid
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.tensor_parts import TensorParts

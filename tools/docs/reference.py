@@ -32,6 +32,7 @@ LIBRARY = {
     "implicit_blocks.fixed_point": "Fixed points of any map",
     "implicit_blocks.interfaces": "Interfaces",
     "implicit_blocks.solution": "Solutions",
+    "implicit_blocks.windows": "Windows",
     "implicit_blocks.models.implicit": "Implicit language models",
     "implicit_blocks.models.explicit": "Explicit language models",
     "implicit_blocks.models.parts": "Methods of language models",

@@ -29,13 +29,13 @@ from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded
-from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.models.solving import exit_of_points, loop_counts
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
+from implicit_blocks.windows import SequenceState
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import SlotStates, Window
+from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.parts import ModelWeights, OutputMap, scaled
 from implicit_blocks.models.stack import Block, BoundMap, Stack
 from implicit_blocks.weights.cache import WeightCache
+from implicit_blocks.windows import Window
 
 
 class SlotEnds:

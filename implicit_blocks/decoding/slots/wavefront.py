@@ -35,13 +35,13 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
-from implicit_blocks.interfaces import Window
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.ops.noise import keys_at
 from implicit_blocks.ops.residual import SMALLEST_SCALE
 from implicit_blocks.search.status import Status
+from implicit_blocks.windows import Window
 
 
 class Inputs(NamedTuple):

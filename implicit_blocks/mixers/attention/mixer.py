@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from torch.nn.attention.bias import causal_lower_right
 
-from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.interfaces import Mixer
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
 from implicit_blocks.mixers import VALUE_GATE_CHANNELS
 from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
@@ -28,6 +28,7 @@ from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.parallel.sequence import SequencePart
 from implicit_blocks.specs import AttentionSpec
+from implicit_blocks.windows import Window
 
 BIDIRECTIONAL = "bidirectional attention (causal: false)"
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks._utils.module_hooks import has_hooks
 from implicit_blocks._utils.padding import permute
-from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.interfaces import Mixer
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers.mamba2.state import Mamba2Prefix, Mamba2Slots, Mamba2State
 from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
@@ -30,6 +30,7 @@ from implicit_blocks.ops.ssd import SSD, ssd
 from implicit_blocks.ops.transforms import is_differentiated_forward
 from implicit_blocks.parallel.sequence import SequencePart, state_before
 from implicit_blocks.specs import Mamba2Spec
+from implicit_blocks.windows import Window
 
 
 class Mamba2Context(NamedTuple):
