@@ -28,10 +28,11 @@ from implicit_blocks.decoding.prompts import (
     check_stop_token_ids,
     lay_out,
     needed_ids,
+    tokens_in_flight,
 )
 from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
 from implicit_blocks.decoding.slots.generation import SlotGeneration
-from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, tokens_in_flight
+from implicit_blocks.decoding.slots.in_flight import decodes_in_flight
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.interfaces import Component, State
-from implicit_blocks.ops.residual import narrow
 from implicit_blocks.registry.contracts import require
+from implicit_blocks.solution import narrow
 from implicit_blocks.specs import Stopping
 
 UNDECIDED = torch.finfo(torch.float32).max

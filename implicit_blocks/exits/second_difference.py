@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.exits.exit import UNDECIDED, Exit
-from implicit_blocks.ops.residual import difference, norm
+from implicit_blocks.solution import difference, norm
 
 
 class Steps(NamedTuple):

@@ -18,9 +18,8 @@ from implicit_blocks.gradients.diverged import replace_diverged, restore_diverge
 from implicit_blocks.gradients.phantom import Phantom
 from implicit_blocks.gradients.unrolled import Unrolled
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
-from implicit_blocks.ops.residual import narrow, norm
 from implicit_blocks.search.loop import still_at_padding
-from implicit_blocks.solution import Solution
+from implicit_blocks.solution import Solution, narrow, norm
 
 
 class JacobianPenalty(GradientEstimator):

@@ -73,7 +73,7 @@ class Search:
 
     An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm
     of the element, divided by ``‖f(z)‖ + 1e-9 · scale`` with a relative norm, without overflow
-    (``implicit_blocks.ops.residual``); padding is left out. The scale is the largest ``‖f(z)‖`` of the
+    (``implicit_blocks.solution``); padding is left out. The scale is the largest ``‖f(z)‖`` of the
     element so far, at most 1. The returned value of an element is the ``f(z)`` whose residual was lowest.
     With prefix scope "residual" means there the largest among the token and those before it, so that an
     element that converged returns the value it converged with. An element whose ``f(z)`` or residual is not

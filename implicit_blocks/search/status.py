@@ -21,9 +21,8 @@ from torch import Tensor
 
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.ops.accelerated import available
-from implicit_blocks.ops.residual import difference, initial_scale, narrow, norm, relative_residual
 from implicit_blocks.search.agreement import Agreement, DividedRows
-from implicit_blocks.solution import Solution
+from implicit_blocks.solution import Solution, difference, initial_scale, narrow, norm, relative_residual
 from implicit_blocks.specs import Stopping
 
 
@@ -46,7 +45,7 @@ class Status(NamedTuple):
     active: Tensor
     """Whether the element takes part in the next call, bool: it has neither converged nor diverged."""
     scale: Tensor
-    """The largest ``‖f(z)‖`` so far, at most 1 (``implicit_blocks.ops.residual.initial_scale``)."""
+    """The largest ``‖f(z)‖`` so far, at most 1 (``implicit_blocks.solution.initial_scale``)."""
 
 
 class Update(NamedTuple):

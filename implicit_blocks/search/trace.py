@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
-from implicit_blocks.ops.residual import narrow
+from implicit_blocks.solution import narrow
 from implicit_blocks.specs import Stopping
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.interfaces import Map, Solver
-from implicit_blocks.ops.residual import difference, narrow, norm
-from implicit_blocks.solution import Solution
+from implicit_blocks.solution import Solution, difference, narrow, norm
 
 if TYPE_CHECKING:
     from implicit_blocks.search.search import Search

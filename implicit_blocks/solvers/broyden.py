@@ -17,7 +17,7 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, Solver
-from implicit_blocks.ops.residual import narrow, norm
+from implicit_blocks.solution import narrow, norm
 
 GROWTH = 100.0
 """The memory is cleared when the residual exceeds the lowest one by this factor. Broyden's residuals increase

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.interfaces import Map, Solver
-from implicit_blocks.ops.residual import difference, narrow, norm
+from implicit_blocks.solution import difference, narrow, norm
 
 
 class Patience(NamedTuple):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks import solution as results
 from implicit_blocks.decoding.slots.search import SlotSearch
-from implicit_blocks.ops import residual
 from implicit_blocks.search.search import solve_fixed_point
 
 DTYPES = {
@@ -47,7 +47,7 @@ def test_a_norm_neither_overflows_nor_underflows(dtype):
     limits = torch.finfo(dtype)
     for size in (limits.smallest_normal, 1.0, 0.25 * limits.max):
         x = torch.full((2, 4), size, dtype=dtype)
-        torch.testing.assert_close(residual.norm(x), 2 * x[:, :1].double(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(results.norm(x), 2 * x[:, :1].double(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -55,8 +55,8 @@ def test_a_residual_is_finite_if_and_only_if_its_norms_are(dtype):
     largest = torch.finfo(dtype).max
     fz = torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [largest, -largest], [0.0, 0.0]], dtype=dtype)
     z = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.5 * largest, 1.0], [0.0, 0.0]], dtype=dtype)
-    scale, limit = residual.initial_scale(z, (4, 1))
-    found, _ = residual.relative_residual(residual.difference(z, fz), fz, scale, limit)
+    scale, limit = results.initial_scale(z, (4, 1))
+    found, _ = results.relative_residual(results.difference(z, fz), fz, scale, limit)
     finite = found.isfinite().flatten().tolist()
     assert finite[:2] == [False, False]
     assert finite[3]
@@ -69,10 +69,10 @@ def test_a_residual_is_finite_if_and_only_if_its_norms_are(dtype):
 
 def test_the_scale_is_the_largest_value_so_far_up_to_1():
     z = torch.zeros(1, 1)
-    scale, limit = residual.initial_scale(z, (1, 1))
+    scale, limit = results.initial_scale(z, (1, 1))
     for size, expected in ((1e-20, 1e-20), (1e-3, 1e-3), (1e-5, 1e-3), (50.0, 1.0), (1e-9, 1.0)):
         fz = torch.full((1, 1), size)
-        _, scale = residual.relative_residual(fz - z, fz, scale, limit)
+        _, scale = results.relative_residual(fz - z, fz, scale, limit)
         assert float(scale) == pytest.approx(expected)
 
 

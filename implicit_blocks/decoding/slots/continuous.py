@@ -24,9 +24,10 @@ from implicit_blocks.decoding.prompts import (
     check_search,
     check_stop_token_ids,
     lay_out,
+    tokens_in_flight,
 )
 from implicit_blocks.decoding.slots.batch import SlotBatch
-from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, tokens_in_flight
+from implicit_blocks.decoding.slots.in_flight import decodes_in_flight
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
 from implicit_blocks.decoding.slots.steps import admit, choose, fly
 from implicit_blocks.decoding.slots.texts import (

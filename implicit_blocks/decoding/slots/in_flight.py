@@ -1,4 +1,4 @@
-"""How many tokens of a text are in flight, and where a model does not support any."""
+"""Where a model does not support tokens in flight."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.interfaces import SearchingSolver, SlotStates
 from implicit_blocks.models.implicit import ImplicitLM
@@ -14,28 +13,6 @@ from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
 
 _LOG = logging.getLogger(__name__)
-
-
-def tokens_in_flight(asked: int | None, *, max_seq_len: int | None = None) -> int:
-    """Return the maximum number of tokens in flight per text.
-
-    Args:
-        asked: the number asked for; None: 1, sequential decoding.
-        max_seq_len: the room of a text in tokens; None: enough.
-
-    Raises:
-        ValueError: the number is below 1 or above ``max_seq_len``.
-
-    """
-    if asked is None:
-        return 1
-    require_count("max_in_flight", asked)
-    if max_seq_len is not None and asked > max_seq_len:
-        raise ValueError(
-            f"max_in_flight is {asked}, and max_seq_len leaves room for {max_seq_len} tokens; choose at most "
-            f"{max_seq_len}, or increase max_seq_len"
-        )
-    return asked
 
 
 def decodes_in_flight(

@@ -16,7 +16,7 @@ from torch import Tensor
 from implicit_blocks.ops.kernels.decoding import on_device
 from implicit_blocks.ops.kernels.residual import narrow, relative_residual
 from implicit_blocks.ops.kernels.search_status import decide, freeze
-from implicit_blocks.ops.residual import RELATIVE_FLOOR
+from implicit_blocks.solution import RELATIVE_FLOOR
 
 
 def take_up(

@@ -1,6 +1,6 @@
 """The residual of each element from one pass over a point and its value.
 
-The same in plain operators is ``implicit_blocks.ops.residual``. Squares are float64, as there: float32 cannot
+The same in plain operators is ``implicit_blocks.solution``. Squares are float64, as there: float32 cannot
 hold those of numbers above 2e19 or below 1e-23.
 
 Shapes: E elements, F features.
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.residual import RELATIVE_FLOOR
+from implicit_blocks.solution import RELATIVE_FLOOR
 
 BLOCK = 4096
 
