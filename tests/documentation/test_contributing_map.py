@@ -1,8 +1,10 @@
-"""The map of the code in CONTRIBUTING.md is complete, and its paths exist."""
+"""The map of the code in CONTRIBUTING.md is complete; its walks name the files that are passed."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,35 @@ def test_paths_in_contributing_exist() -> None:
 def test_the_map_has_every_folder_of_a_package(package: str) -> None:
     present = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
     assert present <= set(paths(section(package)))
+
+
+def entered(action: str, first: str) -> list[str]:
+    """Return the files that an action enters, in order, beginning with the function ``first``.
+
+    What a training step records of the step before it follows at the end.
+    """
+    program = [sys.executable, str(ROOT / "tools" / "structure.py"), "--files", action]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    visits = re.findall(r"^ *\d+ ([\w/]+\.py): (.*)$", done.stdout, re.MULTILINE)
+    begin = next(place for place, (_, functions) in enumerate(visits) if first in functions.split(", "))
+    return list(dict.fromkeys(path for path, _ in visits[begin:] + visits[:begin]))
+
+
+@pytest.mark.parametrize(
+    ("title", "action", "first"),
+    [
+        ("Life of a training step", "step", "Loop._one_step"),
+        ("From a YAML file to a model", "build", "load_spec"),
+    ],
+)
+def test_a_walk_names_every_file_entered_in_order(title: str, action: str, first: str) -> None:
+    """In a new process, since earlier imports and caches change which files are entered."""
+    walk = paths(TEXT.partition(f"### {title}\n")[2].partition("\n## ")[0].partition("\n### ")[0])
+    files = entered(action, first)
+    named = [
+        next((place for place, path in enumerate(walk) if f"/{file}".endswith(f"/{path}")), None)
+        for file in files
+    ]
+    assert [file for file, place in zip(files, named, strict=True) if place is None] == []
+    order = [file for _, file in sorted(zip(named, files, strict=True))]
+    assert order == files
