@@ -5,11 +5,18 @@ from __future__ import annotations
 import gc
 import importlib.util
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+
+# The workers and the programs that the tests start share compiled modules, even where the environment turns
+# this off, as many containers do: otherwise each compiles every module, and pytest rewrites every test.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_collection_finish() -> None:

@@ -20,7 +20,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-LIBRARIES = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "pydantic", "yaml", "pluggy")
+LIBRARIES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "numpy.random",
+    "pydantic.main",
+    "pydantic.type_adapter",
+    "yaml",
+    "pluggy",
+    "rich.console",
+)
 SHARED = ("matplotlib.pyplot",)  # not required
 
 
