@@ -79,10 +79,13 @@ def _llama_next() -> list[dict[str, Any]]:
 
 
 def _llama_seeds() -> list[dict[str, Any]]:
-    """Further seeds of the sides, each with its recipe."""
-    looped = {**LLAMA, **RESIDUAL, **END, "weight_decay": 0.75}
-    sides: Shapes = (looped, {**LLAMA, **FOUR, "share": 0.6}, {**LLAMA, **EIGHT})
-    return [{**side, "seed": seed} for seed in (1, 2, 3, 4, 5) for side in sides]
+    """Further seeds of the sides, each with its recipe; then points that widen the grid at its edges."""
+    plain = {**LLAMA, **RESIDUAL, "weight_decay": 0.75}
+    sides: Shapes = ({**plain, **END}, {**LLAMA, **FOUR, "share": 0.6}, {**LLAMA, **EIGHT})
+    runs = [{**side, "seed": seed} for seed in (1, 2, 3) for side in sides]
+    edges: Shapes = (plain, {**LLAMA, **EIGHT, "weight_decay": 0.75}, {**plain, **END, "weight_decay": 0.375})
+    runs += [{**edge, "seed": 1} for edge in edges]
+    return runs + [{**side, "seed": seed} for seed in (4, 5) for side in sides]
 
 
 def _mamba2() -> list[dict[str, Any]]:
@@ -159,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--sequences", type=int, metavar="N", help="of each evaluation set (512)")
     made.add_argument("--summary", type=Path, metavar="FILE", help="write the results as one JSON file")
     made.add_argument("--brief", action="store_true", help="measure only the perplexities on both sets")
+    made.add_argument("--compile", action="store_true", help="compile the layers for training")
     made.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
     given = made.parse_args(arguments)
 
@@ -183,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sequences=given.sequences,
             brief=given.brief,
             eager="it was asked for" if given.eager else None,
+            compile_layers=given.compile,
             log=lambda text: print(f"[{time.monotonic() - BEGAN:5.0f} s] {text}", flush=True),
         )
     finally:

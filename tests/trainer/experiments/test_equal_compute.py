@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from implicit_blocks import build
 from trainer.data.token_files import write_tokens
 from trainer.experiments.cli import main
 from trainer.experiments.equal_compute.compare import (
@@ -24,7 +25,7 @@ from trainer.experiments.equal_compute.grid import Grid
 from trainer.experiments.equal_compute.plan import comparisons, looped_shape
 from trainer.experiments.equal_compute.plot import frontier
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
-from trainer.experiments.equal_compute.runs import read_results, train_recipes
+from trainer.experiments.equal_compute.runs import forget_compiled, read_results, train_recipes
 from trainer.storage.files import read_json
 
 BASE = Recipe(
@@ -327,6 +328,16 @@ def test_a_report_without_tokens_is_refused_before_training(tokens, tmp_path, mo
 def test_a_recipe_given_twice_is_refused(tokens, tmp_path):
     with pytest.raises(ValueError, match="given twice"):
         train_recipes([BASE, BASE], tmp_path, data=tokens[0], report=tokens[1], device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, at its import
+def test_runs_are_evaluated_without_compiled_layers():
+    model = build(spec_of(replace(LOOPED, width=16), Path("tokens")).model)
+    model.compile_layers()  # compiles at the first call, which does not come
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    assert len(compiled) >= 4
+    forget_compiled(model)
+    assert all(module._compiled_call_impl is None for module in compiled)
 
 
 def test_the_result_of_another_recipe_is_not_taken_for_finished(tokens, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from implicit_blocks._utils.devices import choose_device, device_name
 from trainer.experiments.common.runs import data_of
@@ -40,6 +41,7 @@ def train_recipes(
     sequences: int | None = None,
     brief: bool = False,
     eager: str | None = None,
+    compile_layers: bool = False,
     log: Callable[[str], object] = print,
 ) -> list[str]:
     """Train the recipes whose results are missing, in their order; return the names of those not finished.
@@ -55,6 +57,7 @@ def train_recipes(
         sequences: of each evaluation set; None: as many as the run's spec says.
         brief: measure only the perplexities on both sets, as is enough for a choice.
         eager: why no step is captured as a CUDA graph; None: steps are captured where that is possible.
+        compile_layers: whether training runs layers that are compiled (``training.compile_layers``).
         log: called with lines of progress.
 
     Raises:
@@ -71,6 +74,9 @@ def train_recipes(
     for recipe in recipes:
         if not _is_finished(result_path(folder, recipe), recipe):
             spec = spec_of(recipe, data)
+            if compile_layers:
+                training = spec.training.model_copy(update={"compile_layers": True})
+                spec = spec.model_copy(update={"training": training})
             queue.append(Planned(recipe.name, spec, run_flops(spec), recipe.average))
     log(f"{len(recipes) - len(queue)} of {len(recipes)} runs are finished")
     measuring = [0.0]
@@ -120,6 +126,7 @@ def _result(
     """Return the result of a run as JSON values."""
     spec, step = one.planned.spec, one.step
     losses = step.losses()
+    forget_compiled(one.model)
     data = data_of(spec)
     tokens = one.samples * spec.data.seq_len
     start = time.monotonic()
@@ -152,6 +159,7 @@ def _result(
             "seconds": rounded(one.seconds, 4),
             "measuring_seconds": rounded(time.monotonic() - start, 4),
             "captured": step.not_captured is None,
+            "compiled": spec.training.compile_layers,
             "not_captured": step.not_captured,
             "measured": measured,
             "averaged": averaged,
@@ -160,6 +168,12 @@ def _result(
         }
     )
     return row
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """Let a model whose layers are compiled run them plainly: an evaluation has many shapes, each once."""
+    for module in model.modules():
+        module._compiled_call_impl = None
 
 
 def _curve(losses: torch.Tensor) -> list[list[float]]:
