@@ -51,10 +51,10 @@ def plans() -> dict[str, list[dict[str, Any]]]:
         "llama_seeds": _llama_seeds(),
         "mamba2": _mamba2(),
         "fresh_llama": _fresh(
-            {**LLAMA, "petaflops": 0.44, "weight_decay": 0.3}, (EIGHT, FOUR, RESIDUAL, LATE)
+            {**LLAMA, "petaflops": 0.26, "weight_decay": 0.3}, (EIGHT, FOUR, RESIDUAL, LATE)
         ),
         "fresh_mamba2": _fresh(
-            {**MAMBA2, "petaflops": 0.35, "weight_decay": 0.3, "learning_rate": 4e-3},
+            {**MAMBA2, "petaflops": 0.26, "weight_decay": 0.3, "learning_rate": 4e-3},
             (EIGHT, TWELVE, TWICE, LATE),
         ),
         "tiny": [{**tiny, **shape, "family": family} for family in ("llama", "mamba2") for shape in small],
@@ -89,23 +89,32 @@ def _llama_seeds() -> list[dict[str, Any]]:
 
 
 def _mamba2() -> list[dict[str, Any]]:
-    """Equal text, about 2 M tokens: depth, convergence, weight decay, seeds, and the rest of the grid."""
-    shapes: Shapes = (EIGHT, {**TWICE, **END}, TWELVE)
-    runs = [{**MAMBA2, **shape} for shape in (*shapes, TWICE, {**LATE, **END})]
-    runs += [{**MAMBA2, **shape, "weight_decay": 1.0} for shape in shapes]
-    runs += [{**MAMBA2, **shape, "seed": seed} for seed in (1, 2) for shape in shapes]
-    runs += [{**MAMBA2, **shape, "share": 0.6} for shape in shapes]
-    runs += [{**MAMBA2, **shape, "seed": 3} for shape in shapes]
-    runs += [{**MAMBA2, **shape, "weight_decay": 4.0} for shape in shapes]
-    return runs + [{**MAMBA2, **shape, "learning_rate": 4e-3, "weight_decay": 1.0} for shape in shapes]
+    """Equal text, about 2 M tokens: depth, late loops and weight decay, from which each side chooses."""
+    shapes: Shapes = (EIGHT, TWELVE, {**LATE, **END}, TWICE)
+    return [{**MAMBA2, **shape, "weight_decay": decay} for decay in (2.0, 1.0) for shape in shapes]
 
 
 def _fresh(base: dict[str, Any], shapes: Shapes) -> list[dict[str, Any]]:
-    """Each token once: about 12 M tokens for the shallowest model."""
+    """Each token once, at most 7.7 M tokens: learning rates, from which each shape chooses."""
     rate = base["learning_rate"]
-    runs = [{**base, **shape} for shape in shapes]
-    runs += [{**base, **shape, "learning_rate": other} for other in (2 * rate, rate / 2) for shape in shapes]
-    return runs + [{**base, **shape, "seed": seed} for seed in (1, 2, 3) for shape in shapes]
+    return [{**base, **shape, "learning_rate": one} for one in (rate, 2 * rate, rate / 2) for shape in shapes]
+
+
+def chosen_seeds(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """Return further seeds of the best recipe of each depth of explicit models, and of the implicit ones.
+
+    Best on the text of the choice; the seeds of the rows are not among the returned ones.
+    """
+    best: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        if row["measured"] is not None:
+            kind = tuple(row["recipe"]["layers"]) if row["side"] == "explicit" else "implicit"
+            known = best.setdefault(kind, row)
+            if row["measured"]["choice"]["loss"] < known["measured"]["choice"]["loss"]:
+                best[kind] = row
+    taken = {row["recipe"]["seed"] for row in rows}
+    left = [seed for seed in seeds if seed not in taken]
+    return [{**row["recipe"], "seed": seed} for seed in left for row in best.values()]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -161,6 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     made.add_argument("--sequences", type=int, metavar="N", help="of each evaluation set (512)")
     made.add_argument("--summary", type=Path, metavar="FILE", help="write the results as one JSON file")
+    made.add_argument(
+        "--chosen", type=int, nargs="+", metavar="SEED", help="train these seeds of the best finished recipes"
+    )
     made.add_argument("--brief", action="store_true", help="measure only the perplexities on both sets")
     made.add_argument("--compile", action="store_true", help="compile the layers for training")
     made.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
@@ -175,6 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     known = plans()
     listed = known[str(given.runs)] if str(given.runs) in known else json.loads(given.runs.read_text())
+    if given.chosen is not None:
+        names = {Recipe.of(row).name for row in listed}
+        tuned = [row for row in read_results(given.output) if row["name"] in names]
+        listed = chosen_seeds(tuned, given.chosen)
     try:
         missing = train_recipes(
             [Recipe.of(row) for row in listed],

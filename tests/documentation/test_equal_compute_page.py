@@ -1,6 +1,7 @@
 """The page on equal compute says what the result file has."""
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,24 @@ def test_runs_on_other_text_are_not_summarized_together() -> None:
     runs = [{"name": "a", "text": 1, "windows": 1}, {"name": "b", "text": 2, "windows": 1}]
     with pytest.raises(ValueError, match="a and b were trained on different text"):
         require_same_text(runs)
+
+
+def test_further_seeds_are_those_of_the_recipe_that_the_text_of_the_choice_prefers() -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_gpu.py"))
+    listed = [one for one in benchmark["plans"]()["mamba2"] if one["layers"] != [0, 12, 0]]
+    losses = dict(zip((2.0, 1.0), (4.0, 3.9), strict=True))
+    rows = [
+        {
+            "recipe": {**one, "seed": 0},
+            "side": "implicit" if one.get("loops") else "explicit",
+            "measured": {"choice": {"loss": losses[one["weight_decay"]]}, "report": {"loss": 1 / (1 + n)}},
+        }
+        for n, one in enumerate(listed)
+    ]
+    found = benchmark["chosen_seeds"](rows, (0, 1, 2))
+    assert [(one["layers"], one["weight_decay"], one["seed"]) for one in found] == [
+        (layers, 1.0, seed) for seed in (1, 2) for layers in ([0, 8, 0], [2, 4, 2])
+    ]
 
 
 def test_a_run_that_ended_early_is_said_in_the_table(runs: list[dict[str, Any]]) -> None:
