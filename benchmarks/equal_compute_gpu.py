@@ -49,6 +49,7 @@ def plans() -> dict[str, list[dict[str, Any]]]:
         "llama": _llama(),
         "llama_next": _llama_next(),
         "llama_seeds": _llama_seeds(),
+        "llama_rates": _llama_rates(),
         "mamba2": _mamba2(),
         "fresh_llama": _fresh(
             {**LLAMA, "petaflops": 0.26, "weight_decay": 0.3}, (EIGHT, FOUR, RESIDUAL, LATE)
@@ -86,6 +87,15 @@ def _llama_seeds() -> list[dict[str, Any]]:
     edges: Shapes = (plain, {**LLAMA, **EIGHT, "weight_decay": 0.75}, {**plain, **END, "weight_decay": 0.375})
     runs += [{**edge, "seed": 1} for edge in edges]
     return runs + [{**side, "seed": seed} for seed in (4, 5) for side in sides]
+
+
+def _llama_rates() -> list[dict[str, Any]]:
+    """Learning rates beside the one of the other lists, for each side; then a gate of the injection."""
+    looped = {**LLAMA, **RESIDUAL, **END, "weight_decay": 0.75}
+    four, eight = {**LLAMA, **FOUR, "share": 0.6}, {**LLAMA, **EIGHT}
+    runs = [{**side, "learning_rate": rate} for rate in (1e-3, 4e-3) for side in (four, looped, eight)]
+    runs += [{**four, "learning_rate": 1e-3, "weight_decay": 3.0}, {**looped, **GATE}]
+    return [{**run, "seed": 1} for run in runs] + [{**side, "seed": 5} for side in (four, eight)]
 
 
 def _mamba2() -> list[dict[str, Any]]:
