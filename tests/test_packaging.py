@@ -41,6 +41,8 @@ PUBLIC_NAMES = [
     "AttentionSpec",
     "Broyden",
     "BroydenSpec",
+    "Chebyshev",
+    "ChebyshevSpec",
     "ComponentSpec",
     "ConvergenceWarning",
     "Depth",
