@@ -90,10 +90,11 @@ def _llama_seeds() -> list[dict[str, Any]]:
 
 
 def _llama_rates() -> list[dict[str, Any]]:
-    """Learning rates beside the one of the other lists, for each side; then a gate of the injection."""
+    """Learning rates beside the one of the other lists, for each side; late loops, and a gate."""
     looped = {**LLAMA, **RESIDUAL, **END, "weight_decay": 0.75}
     four, eight = {**LLAMA, **FOUR, "share": 0.6}, {**LLAMA, **EIGHT}
-    runs = [{**side, "learning_rate": rate} for rate in (1e-3, 4e-3) for side in (four, looped, eight)]
+    low, high = ([{**side, "learning_rate": rate} for side in (four, looped, eight)] for rate in (1e-3, 4e-3))
+    runs = [*low, {**LLAMA, **LATE, **END}, *high]
     runs += [{**four, "learning_rate": 1e-3, "weight_decay": 3.0}, {**looped, **GATE}]
     return [{**run, "seed": 1} for run in runs] + [{**side, "seed": 5} for side in (four, eight)]
 
@@ -219,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         rows = read_results(given.output) if given.output.is_dir() else []
         print(table(rows), flush=True)
-        if given.summary is not None:
+        if given.summary is not None and rows:
             write_json(given.summary, {"machine": machine(), **summary(rows)})
     print(f"{len(missing)} runs are missing: {', '.join(missing)}" if missing else "all runs are finished")
     return 0

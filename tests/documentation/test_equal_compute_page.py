@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from trainer.experiments.equal_compute.compare import require_same_text
-from trainer.experiments.equal_compute.tables import at_fixed_point, runs_table
+from trainer.experiments.equal_compute.tables import (
+    at_fixed_point,
+    by_recipe,
+    difference_of_runs,
+    runs_table,
+    seeds_table,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = " ".join((ROOT / "docs" / "equal_compute.md").read_text(encoding="utf-8").split())
@@ -22,41 +28,82 @@ def runs() -> list[dict[str, Any]]:
     return found
 
 
-def chosen(runs: list[dict[str, Any]], shape: str, **fields: float) -> dict[str, Any]:
-    """Return the run of a shape with the lowest perplexity on the text of the choice."""
-    found = [
-        run
-        for run in runs
-        if run["shape"] == shape and all(run["recipe"][key] == value for key, value in fields.items())
-    ]
-    return min(found, key=lambda run: run["choice"])
+@pytest.fixture(scope="module")
+def seeds() -> dict[str, dict[str, list[Any]]]:
+    """Return the runs with several seeds of both families, by shape."""
+    return {name: several_seeds(read(name)) for name in ("llama", "mamba2")}
 
 
-def test_the_table_of_the_page_is_that_of_the_result_file(runs: list[dict[str, Any]]) -> None:
+def read(name: str) -> list[dict[str, Any]]:
+    path = ROOT / "benchmarks" / "results" / f"equal_compute_{name}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return found
+
+
+def several_seeds(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    found = {
+        recipe.side + recipe.shape[:3]: rows for recipe, rows in by_recipe(runs).items() if len(rows) > 1
+    }
+    assert {"explicit8 l", "implicit1-2"} <= set(found) or {"explicit8 l", "implicit2-4"} <= set(found)
+    return found
+
+
+def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
+    return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_the_tables_of_seeds_are_those_of_the_result_files(name: str) -> None:
+    assert " ".join(seeds_table(read(name)).split()) in PAGE
+
+
+def test_the_table_of_the_choice_is_that_of_the_result_file(runs: list[dict[str, Any]]) -> None:
     assert " ".join(runs_table(runs).split()) in PAGE
 
 
-def test_the_differences_of_the_page_are_those_of_the_chosen_recipes(runs: list[dict[str, Any]]) -> None:
-    ours, four, eight = (
-        chosen(runs, shape)["report"] for shape in ("1-2-1, 3 loops", "4 layers", "8 layers")
+def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any) -> None:
+    llama, mamba2 = seeds["llama"], seeds["mamba2"]
+    equal = difference_of_runs(llama["implicit1-2"], llama["explicit4 l"])
+    low, high = (percent(-end, sign=False) for end in reversed(equal["interval"]))
+    assert equal["below_with_every_seed"]
+    assert f"{percent(-equal['difference'], sign=False)} % below.** Every seed" in PAGE
+    assert f"95 % interval: {low} to {high} %)" in PAGE
+    free = difference_of_runs(llama["implicit1-2"], llama["explicit8 l"])
+    low, high = map(percent, free["interval"])
+    assert f"it is {percent(-free['difference'], sign=False)} % below, which is not certain" in PAGE
+    assert f"interval of the difference is {low} to {high} %" in PAGE
+    small, large = (
+        difference_of_runs(mamba2["implicit2-4"], mamba2[f"explicit{size}"]) for size in ("8 l", "12 ")
     )
-    assert f"{1 - ours / four:.1%}".replace("%", " %") + " below" in PAGE
-    assert f"{ours / eight - 1:.1%}".replace("%", " %") + " above" in PAGE
-    ours, four, eight = (
-        chosen(runs, shape, share=0.6)["report"] for shape in ("1-2-1, 3 loops", "4 layers", "8 layers")
-    )
-    assert f"the lead is {1 - ours / four:.1%}, and {1 - ours / eight:.1%}".replace("%", " %") in PAGE
+    low, high = map(percent, small["interval"])
+    level = f"is {percent(small['difference'], sign=False)} % above the explicit one ({low} to {high} %)"
+    assert level in PAGE
+    low, high = map(percent, large["interval"])
+    below = f"{percent(-large['difference'], sign=False)} % below one of 7.7 M parameters ({low} to {high} %)"
+    assert below in PAGE
 
 
-def test_the_convergence_of_the_page_is_that_of_the_result_file(runs: list[dict[str, Any]]) -> None:
-    changes, shares = zip(*filter(None, map(at_fixed_point, runs)), strict=True)
-    assert f"{min(shares) * 100:.0f} to {max(shares):.0%} of the tokens".replace("%", " %") in PAGE
-    assert f"{min(changes) * 100:.1f} to {max(changes):.1%} above".replace("%", " %") in PAGE
+def test_the_convergence_of_the_page_is_that_of_the_result_files(seeds: Any) -> None:
+    changes, shares = zip(*map(at_fixed_point, seeds["llama"]["implicit1-2"]), strict=True)
+    assert f"{percent(min(shares), 0, sign=False)} to {percent(max(shares), 0, sign=False)} % of the" in PAGE
+    assert f"point is {percent(min(changes))} to {percent(max(changes))} % above" in PAGE
+    changes, shares = zip(*map(at_fixed_point, seeds["mamba2"]["implicit2-4"]), strict=True)
+    assert f"{percent(min(shares), sign=False)} % converge, and the perplexity stays the same" in PAGE
+    assert max(map(abs, changes)) < 5e-4
 
 
-def test_all_runs_had_one_seed_and_steps_that_were_captured(runs: list[dict[str, Any]]) -> None:
+def test_perplexities_at_eight_times_the_length(seeds: Any) -> None:
+    def ratios(family: str) -> list[float]:
+        pairs = [run["lengths"] for rows in seeds[family].values() for run in rows]
+        return [long["perplexity"] / short["perplexity"] for long, short in pairs]
+
+    assert min(ratios("llama")) > 1.5
+    assert max(ratios("mamba2")) < 1.0
+
+
+def test_all_steps_were_captured_and_the_choice_had_one_seed(runs: list[dict[str, Any]]) -> None:
     assert {run["recipe"]["seed"] for run in runs} == {0}
-    assert all(run["captured"] for run in runs)
+    assert all(run["captured"] for run in [*runs, *read("llama"), *read("mamba2")])
 
 
 def test_runs_on_other_text_are_not_summarized_together() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -183,6 +184,15 @@ def test_summary_of_the_experiments():
     two = mean("fast", "explicit-2")
     assert beside == f"89.55 % published; explicit: one layer {one}, two layers {two}"
 
+    for family, size, other in (("llama", 4, 8), ("mamba2", 8, 12)):
+        here, beside, _ = summary(
+            f"perplexity on books at equal text, parameters and FLOPs, several epochs, {family.title()}"
+        )
+        seeds = equal_compute_seeds(family)
+        assert here.startswith(", ".join(f"{value:.1f}" for value in seeds["implicit", size]) + " (")
+        same, larger = (", ".join(f"{v:.1f}" for v in seeds["explicit", layers]) for layers in (size, other))
+        assert re.fullmatch(rf"explicit {same}; with \S+ parameters {larger}( \(not certain\))?", beside)
+
     twins = results("language")["twins"]
     kinds = [[row for row in twins if ("explicit" in row["run"]) is explicit] for explicit in (False, True)]
     found = [[row["perplexity at 512"] for row in kind] for kind in kinds]
@@ -298,14 +308,9 @@ def tasks():
     for row in results("catbabi")["test"]:
         if row["scoring"] == "answers" and row["length"] == 200:
             answered.setdefault((row["spec"], row["model"]), []).append(row["accuracy"])
-    best, one, earlier, two = (
-        percent(mean(answered[f"catbabi_{spec}", model]), digits=digits)
-        for spec, model, digits in (
-            ("groups", "implicit-1", 2),
-            ("groups", "explicit-1", 1),
-            ("fast", "implicit-1", 1),
-            ("fast", "explicit-2", 1),
-        )
+    best, one = (
+        percent(mean(answered["catbabi_groups", model]), digits=digits)
+        for model, digits in (("implicit-1", 2), ("explicit-1", 1))
     )
     found |= {
         "CatbAbI accuracy, one implicit layer, mean of 3 seeds": [
@@ -313,7 +318,6 @@ def tasks():
             "89.55 % (published)",
         ],
         "the same, against one explicit layer by the same recipe": [best, f"{one} (explicit)"],
-        "CatbAbI accuracy by an earlier recipe, against two explicit layers": [earlier, f"{two} (explicit)"],
     }
     demo = results("demo")["rows"][0]
     for p in (0.5, 0):
@@ -328,8 +332,37 @@ def tasks():
     return found
 
 
+def equal_compute_seeds(name):
+    """Return the perplexities of the recipes with several seeds, by side and number of layers."""
+    perplexity: dict[tuple[str, int, str], list[float]] = {}
+    for run in sorted(results(f"equal_compute_{name}")["runs"], key=lambda run: run["recipe"]["seed"]):
+        kind = run["side"], sum(run["recipe"]["layers"]), repr({**run["recipe"], "seed": 0})
+        perplexity.setdefault(kind, []).append(run["report"])
+    return {kind[:2]: rows for kind, rows in perplexity.items() if len(rows) > 1}
+
+
+def equal_compute(name):
+    """Return the perplexities of the mean losses of the recipes with several seeds."""
+    return {kind: math.exp(mean(map(math.log, rows))) for kind, rows in equal_compute_seeds(name).items()}
+
+
 def language_models():
     """Return the README's cells of language modeling."""
+    llama, mamba2 = equal_compute("llama"), equal_compute("mamba2")
+    equal = "perplexity on books at equal text, parameters and FLOPs"
+    ours, four, eight = (llama[key] for key in (("implicit", 4), ("explicit", 4), ("explicit", 8)))
+    level = [mamba2[key] for key in (("implicit", 8), ("explicit", 8))]
+    compared = {
+        f"{equal}, Llama 5M, means of 5 and 4 seeds": [f"{ours:.1f}", f"{four:.1f} (explicit)"],
+        "the same, against 8.5M parameters at equal FLOPs": [
+            f"{ours:.1f}",
+            f"{eight:.1f} (explicit; not certain)",
+        ],
+        f"{equal}, Mamba2 6M, means of 2 and 3 seeds": [
+            f"{level[0]:.1f} (level)",
+            f"{level[1]:.1f} (explicit)",
+        ],
+    }
     own, first = results("books_own_rates"), results("language")
     perplexity: dict[str, list[float]] = {}
     for twin in own["twins"]:
@@ -340,21 +373,15 @@ def language_models():
     for name, run in (
         ("Llama 5M, 12 M tokens, mean of 3 seeds", "books_5m"),
         ("Mamba2 10M, 26 M tokens seen once, mean of 2 seeds", "books_10m_mamba2"),
-        ("Mamba2 5M, 26 M tokens seen once, mean of 2 seeds", "books_5m_mamba2"),
     ):
         cells = [f"{mean(perplexity[kind]):.1f}" for kind in (run, f"{run}-explicit")]
         found[f"perplexity on books, {name}"] = [cells[0], f"{cells[1]} (explicit twin)"]
-    again = results("books_10m_mamba2")["after_60_million_tokens"]["twins"]
-    implicit, explicit = (twin["curve"][-1]["perplexity"] for twin in again)
-    name = "perplexity on books, Mamba2 10M, three passes over 20 M tokens"
-    worse = " (worse)" if implicit > explicit else ""
-    found[name] = [f"{implicit:.1f}{worse}", f"{explicit:.1f} (explicit twin)"]
     for size in ("10M", "5M"):
         rows = own["duality"][f"books_{size.lower()}_mamba2"]
         equal = percent(mean(row["equal_tokens"] for row in rows if row["tolerance"] == 0.05))
         name = f"same next token in both evaluation modes, Mamba2 {size}, mean of 2 seeds"
         found[name] = [equal, "97.6 % (published)"]
-    return found
+    return {**compared, **found}
 
 
 def test_every_row_of_the_readme_s_table_is_measured():

@@ -195,6 +195,11 @@ def difference(implicit: Sequence[Row], explicit: Sequence[Row]) -> dict[str, An
     losses. Negative: the implicit side is better.
     """
     ours, theirs = ([loss(row, "report") for row in rows] for rows in (implicit, explicit))
+    return difference_of_losses(ours, theirs)
+
+
+def difference_of_losses(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return the relative difference of perplexities from the losses of the seeds of both sides."""
     found = interval(ours, theirs)
     mean = statistics.fmean(ours) - statistics.fmean(theirs)
     return {
