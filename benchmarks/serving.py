@@ -50,16 +50,17 @@ def prompts(count: int, vocab_size: int) -> list[list[int]]:
 
 
 def direct(decoder: ContinuousDecoder, texts: list[list[int]], body: dict[str, Any]) -> dict[str, float]:
-    """Return tokens per second, and seconds of processor time per token, of the decoder."""
+    """Return tokens per second, seconds of processor time and iterations per token, of the decoder."""
     for text in texts:
         decoder.submit(
             Request(prompt=text, max_new_tokens=body["max_tokens"], tolerance=body.get("tolerance"))
         )
     began, used = time.perf_counter(), time.process_time()
-    made = sum(1 for _ in decoder.run())
+    iterations = [made.iterations or 0 for made in decoder.run()]
     return {
-        "tokens_per_second": made / (time.perf_counter() - began),
-        "cpu_per_token": (time.process_time() - used) / made,
+        "tokens_per_second": len(iterations) / (time.perf_counter() - began),
+        "cpu_per_token": (time.process_time() - used) / len(iterations),
+        "iterations": statistics.fmean(iterations),
     }
 
 
@@ -164,9 +165,9 @@ def main() -> None:
     for count in clients:
         rows.append(compare(model, count, body, given.repeats))
         print(line(rows[-1]), flush=True)
-    if given.record is not None:
-        result = {"machine": machine(), "source": given.source or spec, "request": body, "rows": rows}
-        print(f"wrote {write(given.record, result)}")
+        if given.record is not None:
+            source = spec if given.source is None else Path(given.source).name
+            write(given.record, {"machine": machine(), "source": source, "request": body, "rows": rows})
 
 
 if __name__ == "__main__":
