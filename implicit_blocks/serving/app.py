@@ -200,12 +200,12 @@ async def _answer(
         texts.close()
 
 
-async def _collect(texts: Texts) -> list[list[Piece]]:
-    pieces: list[list[Piece]] = [[] for _ in texts.texts]
+async def _collect(texts: Texts) -> list[Piece]:
+    wholes = [Piece() for _ in texts.texts]
     async for found in texts.pieces():
         for text, piece in found:
-            pieces[text.job.index].append(piece)
-    return pieces
+            wholes[text.job.index].append(piece)
+    return wholes
 
 
 async def _client_left(request: Request) -> None:

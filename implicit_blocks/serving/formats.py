@@ -30,11 +30,9 @@ class Format(ABC):
         self.name, self.model, self.language, self.iterations = name, model, language, iterations
         self.created = int(time.time())
 
-    def whole(self, texts: Texts, pieces: Sequence[Sequence[Piece]]) -> dict[str, Any]:
-        """Return the body of a response that is not streamed, from the pieces of each text."""
-        choices = [
-            self._choice(text, _joined(text, parts)) for text, parts in zip(texts.texts, pieces, strict=True)
-        ]
+    def whole(self, texts: Texts, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed, from the whole of each text."""
+        choices = [self._choice(text, piece) for text, piece in zip(texts.texts, pieces, strict=True)]
         return {**self._head(self.kind), "choices": choices, "usage": texts.usage()}
 
     def opening(self, text: Text) -> dict[str, Any] | None:
@@ -139,16 +137,3 @@ class ChatFormat(Format):
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text = self.language.token(token)
         return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8"))}
-
-
-def _joined(text: Text, pieces: Sequence[Piece]) -> Piece:
-    """Return the pieces of a text as one, without the log-probabilities of tokens after a stop string."""
-    whole = Piece("".join(piece.text for piece in pieces))
-    for piece in pieces:
-        whole.scores += piece.scores
-        whole.tokens += piece.tokens
-    if text.finish_reason == "stop":
-        ends = text.job.stop_token_ids
-        kept = (s for s in whole.scores if s.offset < len(whole.text) or s.token in ends)
-        whole.scores = list(kept)
-    return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,11 +35,17 @@ class ScoredToken:
 
 @dataclass
 class Piece:
-    """What an event adds to a text."""
+    """What one or several events add to a text."""
 
     text: str = ""
     scores: list[ScoredToken] = field(default_factory=list)
     tokens: list[TokenMade] = field(default_factory=list)
+
+    def append(self, other: Piece) -> None:
+        """Add the next piece of the same text."""
+        self.text += other.text
+        self.scores += other.scores
+        self.tokens += other.tokens
 
 
 class Text:
@@ -60,8 +67,10 @@ class Text:
         self.searched = False
         self._scanner = StopScanner(stops)
         self._stream = language.stream(job.prompt)
-        self._length = len(echo or "")
-        """The number of characters of the tokens so far, those withheld included."""
+        self._length = self._released = len(echo or "")
+        """The number of characters of the tokens so far, with and without those withheld by the scanner."""
+        self._scores: deque[ScoredToken] = deque()
+        """The scores of tokens whose text may belong to a stop string."""
 
     def piece(self, event: PromptRead | TokenMade) -> Piece:
         """Return what an event adds."""
@@ -75,7 +84,7 @@ class Text:
             self.unconverged += event.converged is False
         ends = event.token in self.job.stop_token_ids
         if event.score is not None:
-            made.scores.append(ScoredToken(event.token, self._length, event.score))
+            self._scores.append(ScoredToken(event.token, self._length, event.score))
         new = "" if ends else self._stream.push(event.token)
         if event.last:
             new += self._stream.finish()
@@ -86,6 +95,10 @@ class Text:
         elif event.last:
             made.text += self._scanner.finish()
             self.finish_reason = "stop" if ends else "length"
+        self._released += len(made.text)
+        free = not self._scanner.stops or (event.last and not stopped)
+        while self._scores and (free or self._scores[0].offset < self._released):
+            made.scores.append(self._scores.popleft())
         return made
 
     def _prompt(self, event: PromptRead) -> Piece:
@@ -146,7 +159,7 @@ class Texts:
             self.events.put_nowait((text.job, Failed(late)))
 
     async def pieces(self) -> AsyncIterator[list[tuple[Text, Piece]]]:
-        """Yield what is known of the texts, as soon as it is, until all have ended.
+        """Yield a piece of each text that continues, as soon as it is known, until all have ended.
 
         Raises:
             ApiError: a text failed, or 504 if the time is up.
@@ -154,19 +167,19 @@ class Texts:
         """
         running = self._running
         while running:
-            found: list[tuple[Text, Piece]] = []
+            found: dict[Text, Piece] = {}
             for job, event in await self._next():
                 text = running.get(id(job))
                 if text is None:  # it has ended by a stop string, and the decoder was a step ahead
                     continue
                 if isinstance(event, Failed):
                     raise event.error
-                found.append((text, text.piece(event)))
+                found.setdefault(text, Piece()).append(text.piece(event))
                 if text.finish_reason is not None:
                     del running[id(job)]
                     if not (isinstance(event, TokenMade) and event.last):
                         self.runner.cancel([job])
-            yield found
+            yield list(found.items())
 
     async def _next(self) -> list[tuple[Job, Event]]:
         """Wait for an event, and return it with those that have arrived too."""

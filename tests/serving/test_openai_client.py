@@ -55,6 +55,52 @@ def test_a_stream_has_the_text_of_the_completion(client, server):
     assert "".join(chunk.choices[0].text for chunk in chunks) == server.expected(list(b"Hello"), 7)
 
 
+@pytest.mark.parametrize(("more", "reason"), [(-1, "length"), (0, "stop")])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stop_string_at_the_last_token_ends_the_text_by_stop(client, size, more, reason):
+    given = {"model": "tiny", "prompt": "Hello", "max_tokens": 7, "temperature": 0, "logprobs": 1}
+    given["logit_bias"] = {str(byte): -100 for byte in range(128, 257)}  # one character per token
+    whole = client.completions.create(**given).choices[0].text
+    given |= {"max_tokens": 7 + more, "stop": (stop := whole[7 - size :])}
+    assert whole.index(stop) == 7 - size
+    made = client.completions.create(**given)
+    text = whole[: 7 + more if reason == "length" else 7 - size]
+    assert (made.choices[0].text, made.choices[0].finish_reason) == (text, reason)
+    assert made.choices[0].logprobs.tokens == list(text)
+    assert made.usage.completion_tokens == 7 + more
+    choices = [chunk.choices[0] for chunk in client.completions.create(**given, stream=True)]
+    assert "".join(choice.text for choice in choices) == text
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [reason]
+    assert [token for choice in choices for token in choice.logprobs.tokens] == list(text)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_each_of_several_texts_has_its_own_reason_once(client, server, chat_client, chat):
+    drawn = [server.expected(list(b"Hello"), 8, temperature=1.0, seed=7 + index) for index in range(4)]
+    stop = drawn[2][4]
+    expected = [text.partition(stop)[0] for text in drawn]
+    reasons = ["stop" if stop in text else "length" for text in drawn]
+    given = {"model": "tiny", "max_tokens": 8, "n": 4, "seed": 7, "stop": stop, "logprobs": True}
+    if chat:
+        client, _ = chat_client
+        create = client.chat.completions.create
+        given["messages"] = [{"role": "user", "content": "the cat"}]
+    else:
+        create = client.completions.create
+        given |= {"prompt": "Hello", "echo": True, "logprobs": 0}
+    whole = create(**given)
+    found: dict[int, list[Any]] = {0: [], 1: [], 2: [], 3: []}
+    for chunk in create(**given, stream=True):
+        for choice in chunk.choices:
+            found[choice.index].append(choice)
+    for choice in whole.choices:
+        parts = found[choice.index]
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+        if not chat:
+            assert choice.text == "".join(part.text for part in parts) == "Hello" + expected[choice.index]
+            assert choice.finish_reason == reasons[choice.index]
+
+
 def test_extensions_are_sent_as_extra_fields(client):
     made = client.completions.create(
         model="tiny",
