@@ -292,6 +292,10 @@ def test_a_phone_shows_everything_without_scrolling_sideways(open_page, products
         page.locator(".report .segment").first.wait_for()
         assert page.locator(".token.chosen").first.get_attribute("id") == "a0-4"
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.click("text=Every iterate >> nth=0")
+        assert page.evaluate(
+            "[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"
+        )
         assert page.evaluate(TOUCHED)
         check_contrast(page)
 
