@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -163,16 +166,70 @@ VALUES += [
     ["a", "b"],
     [256, 0],
 ]
-FIELDS = ["model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "stream"]
-FIELDS += ["logprobs", "echo", "suffix", "stream_options", "tolerance", "max_iterations", "return_iterations"]
-FIELDS += ["best_of", "user", "logit_bias", "presence_penalty", "unknown", "messages", "__proto__", ""]
+VALUES += [[{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}]]
+COMMON = ["model", "stream", "tolerance", "max_iterations", "unknown", "__proto__", ""]
+SAMPLED = [
+    *COMMON,
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "seed",
+    "stop",
+    "user",
+    "logprobs",
+]
+SAMPLED += ["logit_bias", "presence_penalty", "repetition_penalty", "stream_options", "return_iterations"]
+HARMLESS = {"user", "seed"}
 
 
-def mutated(random: random.Random) -> bytes:
+class Conversing(Bytes):
+    """Bytes with a chat template: the messages, one per line."""
+
+    def chat(self, messages: Any) -> list[int]:
+        return self.encode("".join(f"{message['content']}\n" for message in messages))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A path, a good body, the fields to mutate, and how the result is read from a whole response."""
+
+    path: str
+    good: dict[str, Any]
+    fields: list[str]
+    read: Callable[[Any], list[Any]]
+
+
+GREEDY = {"max_tokens": 2, "temperature": 0}
+ENDPOINTS = [
+    Endpoint(
+        "/v1/completions",
+        GOOD,
+        [*SAMPLED, "prompt", "echo", "suffix", "best_of", "messages"],
+        lambda whole: [choice["text"] for choice in whole["choices"]],
+    ),
+    Endpoint(
+        "/v1/chat/completions",
+        {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], **GREEDY},
+        [*SAMPLED, "messages", "top_logprobs", "max_completion_tokens", "prompt"],
+        lambda whole: [choice["message"]["content"] for choice in whole["choices"]],
+    ),
+    Endpoint(
+        "/v1/inspect",
+        {"model": "tiny", "prompt": "Hi", "continuation": [7, 9], "max_iterations": 20},
+        [*COMMON, "prompt", "continuation", "messages"],
+        lambda whole: whole["tokens"],
+    ),
+]
+
+
+def mutated(random: random.Random, endpoint: Endpoint) -> bytes:
     """Return a body that differs from a good one in some values, and often in some bytes."""
-    body: dict[str, Any] = dict(GOOD)
+    body: dict[str, Any] = dict(endpoint.good)
     for _ in range(random.randint(0, 3)):
-        body[random.choice(FIELDS)] = random.choice(VALUES)
+        body[random.choice(endpoint.fields)] = random.choice(VALUES)
     if random.random() < 0.2:
         body.pop(random.choice(list(body)))
     text = bytearray(json.dumps(body, ensure_ascii=random.random() < 0.5).encode())
@@ -189,50 +246,51 @@ def mutated(random: random.Random) -> bytes:
     return bytes(text)
 
 
-def right(sent: dict[str, Any], received: bytes, expected: str) -> bool:
-    """Return whether an answer is complete, and the expected text where the request is the usual one."""
+def right(endpoint: Endpoint, sent: dict[str, Any], received: bytes, expected: list[Any]) -> bool:
+    """Return whether an answer is complete, and the expected one where the request is the usual one."""
     if sent.get("stream"):
         return received.endswith(b"data: [DONE]\n\n") and b'"error"' not in received
-    same = all(sent.get(key) == value for key, value in GOOD.items()) and sent.keys() <= {
-        *GOOD,
-        "user",
-        "seed",
-    }
-    texts = [choice["text"] for choice in json.loads(received)["choices"]]
-    return texts == [expected] if same else len(texts) >= 1
+    found = endpoint.read(json.loads(received))
+    usual = {key: value for key, value in sent.items() if key not in HARMLESS and value is not None}
+    return found == expected if usual == endpoint.good else bool(found)
 
 
 async def check_mutated(app: Any, ask: Any, model: Any, count: int, seed: int) -> None:
     draws = random.Random(seed)
     made = ib.generate(model, [list(b"Hi")], max_new_tokens=2, stop_token_ids=[256])
-    expected = Bytes().decode(made.tokens[0, : int(made.lengths[0])].tolist())
+    text = Bytes().decode(made.tokens[0, : int(made.lengths[0])].tolist())
     left = iter(range(count))
-    answered = 0
+    answered: Counter[str] = Counter()
 
-    async def client() -> None:
-        nonlocal answered
+    async def usual(endpoint: Endpoint) -> list[Any]:
+        status, received = await ask(app, endpoint.path, json.dumps(endpoint.good).encode())
+        assert status == 200
+        return endpoint.read(json.loads(received))
+
+    async def client(expected: dict[str, list[Any]]) -> None:
         for number in left:
-            body = mutated(draws)
-            path = "/v1/chat/completions" if number % 16 == 15 else "/v1/completions"
-            status, received = await ask(app, path, body)
+            endpoint = ENDPOINTS[(0, 0, 1, 0, 2, 0, 1, 0)[number % 8]]
+            body = mutated(draws, endpoint)
+            status, received = await ask(app, endpoint.path, body)
             assert b"Traceback" not in received
             if status == 200:
-                answered += 1
-                assert right(json.loads(body), received, expected), body
+                answered[endpoint.path] += 1
+                assert right(endpoint, json.loads(body), received, expected[endpoint.path]), body
             else:
                 assert 400 <= status < 500, (status, body)
                 assert json.loads(received)["error"]["message"]
 
     async with app.router.lifespan_context(app):
-        await asyncio.gather(*(client() for _ in range(48)))
-        assert answered > count // 20
-        status, received = await ask(app, "/v1/completions", json.dumps(GOOD).encode())
-        assert (status, json.loads(received)["choices"][0]["text"]) == (200, expected)
+        expected = {endpoint.path: await usual(endpoint) for endpoint in ENDPOINTS}
+        assert expected["/v1/completions"] == [text]
+        await asyncio.gather(*(client(expected) for _ in range(48)))
+        assert all(answered[endpoint.path] > count // 100 for endpoint in ENDPOINTS), answered
+        assert expected == {endpoint.path: await usual(endpoint) for endpoint in ENDPOINTS}
         assert app.state.served.engine.pending == 0
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_mutated_bodies_are_refused_or_answered(model, ask, count):
     options = ServerOptions(max_seq_len=96, max_batch_size=16, max_iterations=50)
-    app = application(model, Bytes(), options, name="tiny")
+    app = application(model, Conversing(), options, name="tiny")
     asyncio.run(check_mutated(app, ask, model, count, seed=count))
