@@ -147,7 +147,7 @@ def read(kind: type[Body], body: bytes) -> Body:
     except ValidationError as error:
         raise _reported(kind, error) from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+        raise _not_json(str(error)) from None
 
 
 def _reported(kind: type[BaseModel], error: ValidationError) -> ApiError:
@@ -157,7 +157,7 @@ def _reported(kind: type[BaseModel], error: ValidationError) -> ApiError:
         first = next(found for found in reversed(errors) if found["loc"][:1] == first["loc"][:1])
     place = [str(part) for part in first["loc"]]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+        return _not_json(first["msg"].removeprefix("Invalid JSON: "))
     if not place:
         return ApiError(400, "the body is not a JSON object; send an object with the request's fields")
     name = _name(place)
@@ -169,6 +169,11 @@ def _reported(kind: type[BaseModel], error: ValidationError) -> ApiError:
         return ApiError(400, f"{name} is missing; send it", param=name, code="missing_parameter")
     message = first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{name} is {shown(first['input'])}: {_lower(message)}", param=place[0])
+
+
+def _not_json(why: str) -> ApiError:
+    message = f"the body is not valid JSON: {why}; send a JSON object, encoded as UTF-8"
+    return ApiError(400, message, code="invalid_json")
 
 
 def _name(place: Sequence[str]) -> str:

@@ -104,9 +104,12 @@ def test_bad_messages_are_refused(server, messages):
     ids=lambda body: repr(body[:14]),
 )  # fmt: skip
 def test_a_body_that_is_no_json_object_is_refused(server, body):
-    reply = server.post("/v1/completions", body)
-    assert reply.status == 400
-    assert reply.error["type"] == "invalid_request_error"
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/inspect"):
+        reply = server.post(path, body)
+        assert reply.status == 400
+        assert reply.error["type"] == "invalid_request_error"
+        if reply.error["code"] == "invalid_json":
+            assert "encoded as UTF-8" in reply.error["message"]
 
 
 def test_a_body_of_another_type_is_refused(server):
