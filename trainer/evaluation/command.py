@@ -5,6 +5,7 @@ lm-eval, from local files, and writes ``results.json``, ``table.md`` and, if the
 ``evaluation.png``.
 
 The results are written after every task. A task that cannot run does not end the evaluation of the others.
+Processes that torchrun has started share the requests of every task and the sequences of every set.
 
 Exit codes: 0 success, 1 some tasks could not be run (named at the end), 2 the request cannot be carried out
 (with a message), 130 interrupted.
@@ -17,7 +18,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from trainer.data.chat import ChatData
     from trainer.data.source import EvaluationSet
     from trainer.data.tokens import TokenData
+    from trainer.distributed import Ranks
     from trainer.evaluation.eval_model import EvalModel
     from trainer.evaluation.evaluate import EvaluationResult
     from trainer.evaluation.harness import HarnessLM
@@ -66,8 +70,14 @@ def parser() -> argparse.ArgumentParser:
         "--tasks",
         nargs="*",
         metavar="TASK",
-        help="kinds of evaluation tasks, KIND=FILE for other files, or lm-eval YAML files "
+        help="kinds of evaluation tasks, KIND=FILE for other files, lm-eval YAML files, or lm-eval's names "
         f"(default: {' '.join(PAPER_TASKS)}; none with --tokens)",
+    )
+    made.add_argument(
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="directory of lm-eval YAML files whose names --tasks then knows",
     )
     made.add_argument("--limit", type=_positive, metavar="N", help="only the first N items of each task")
     made.add_argument(
@@ -125,10 +135,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when lm-eval imports it
+    try:
+        from trainer.distributed import join, leave
+
+        ranks = join(options.device)
+    except ModuleNotFoundError as error:
+        return refuse(without_torch(error))
+    except ValueError as error:
+        return refuse(str(error))
+    with ExitStack() as stack:
+        stack.callback(leave)
+        if not ranks.is_main:
+            stack.enter_context(redirect_stdout(None))
+            stack.enter_context(redirect_stderr(None))
+        return _main(options, ranks)
+
+
+def _main(options: argparse.Namespace, ranks: Ranks) -> int:
     # The request is validated first, so that a ValueError here is a user error. Later it is a bug and
     # keeps its traceback.
     try:
-        job = _prepare(options)
+        job = ranks.run_all(lambda: _prepare(options, ranks))
     except ModuleNotFoundError as error:
         return refuse(without_torch(error))
     except (ValueError, OSError) as error:
@@ -154,17 +181,22 @@ class _Job:
     """A validated evaluation."""
 
     eval_model: EvalModel
-    device: torch.device
+    ranks: Ranks
     output: Path | None
     tokenizer: Any
     tasks: Sequence[EvalTask]
     tokens: Path | None
     sets: Sequence[EvaluationSet]
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.ranks.device
 
-def _prepare(options: argparse.Namespace) -> _Job:
+
+def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     tasks = options.tasks if options.tasks is not None else () if options.tokens else PAPER_TASKS
-    specs = find_specs(tasks, data=options.data)
+    specs = find_specs(tasks, data=options.data, include_path=options.include_path)
     if not specs and options.tokens is None:
         raise ValueError("there is nothing to evaluate; set --tasks or --tokens")
     _require_used(options, tasks=bool(specs))
@@ -177,14 +209,12 @@ def _prepare(options: argparse.Namespace) -> _Job:
         logging.ERROR
     )  # lm-eval warns about models that are already initialized
 
-    from implicit_blocks._utils.devices import choose_device
     from implicit_blocks.search.options import SearchOptions
     from implicit_blocks.specs import Stopping
     from trainer.data.manifest import TRAIN
     from trainer.data.token_folder import split_folder, validation_folder
     from trainer.evaluation.eval_model import find_eval_model
 
-    device = choose_device(options.device)
     eval_model = find_eval_model(options.checkpoint, spec=options.spec)
     if not eval_model.implicit and (options.self_iterations or options.tolerance is not None):
         given = "--self-iterations" if options.self_iterations else "--tolerance"
@@ -202,7 +232,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
         )
     return _Job(
         eval_model=eval_model,
-        device=device,
+        ranks=ranks,
         output=output,
         tokenizer=_tokenizer(options.tokenizer, eval_model) if specs else None,
         tasks=build_tasks(specs, data=options.data),
@@ -218,6 +248,7 @@ def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
         ("--padding", options.padding != "right"),
         ("--log-samples", options.log_samples),
         ("--tokenizer", options.tokenizer is not None),
+        ("--include-path", options.include_path is not None),
     ):
         if given and not tasks:
             raise ValueError(f"{option} applies to tasks, but only --tokens is given; omit it")
@@ -268,18 +299,18 @@ def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
             _log(f"\n{record.text()}")
             _log(f"written: {', '.join(map(str, files))}")
 
+    ranks = job.ranks
     try:
-        _evaluate_all(
-            model, lm, job, options, found=found, lengths=lengths, failed=failed, write=lambda: write(RUNNING)
-        )
+        now = partial(ranks.run_on_rank0, partial(write, RUNNING))
+        _evaluate_all(model, lm, job, options, found=found, lengths=lengths, failed=failed, write=now)
     except BaseException as error:  # finished results are kept after any error
-        if found or lengths:
+        if ranks.is_main and (found or lengths):
             write("interrupted by the user" if isinstance(error, KeyboardInterrupt) else str(error))
         raise
     if failed and not (found or lengths):
         listed = "".join(f"\n  {name}: {error}" for name, error in failed.items())
         raise DataError(f"no task could be run:{listed}")
-    write()
+    ranks.run_on_rank0(write)
     if failed:
         return refuse(f"these tasks could not be run: {', '.join(failed)}", LOST)
     return 0
@@ -311,6 +342,7 @@ def _checked_lm(
         max_length=longest if most is None else most if longest is None else min(most, longest),
         window=job.eval_model.length,
         precision=options.precision,
+        ranks=job.ranks,
     )
     fitting: list[EvalTask] = []
     for task in job.tasks:
@@ -367,6 +399,7 @@ def _evaluate_all(
             last_tokens=1,
             search=search if budget is None else {**search, "max_iterations": budget},
             announce=_log,
+            ranks=job.ranks,
             on_result=lengths.append,
         )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.solution import Solution
+from trainer.distributed import Ranks
 from trainer.errors import DataError
 from trainer.evaluation.eval_model import ANY_LENGTH, DEFAULT_LENGTH
 
@@ -50,7 +51,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
     It differs from lm-eval's own backend in properties that must not affect the scores: padding is masked on
     either side, only scored logits are computed, and requests with the same tokens share one forward pass.
     With a ``max_length``, longer contexts are truncated on the left, as in lm-eval, and counted in
-    ``truncated``.
+    ``truncated``. Several ranks share the requests, and all of them have all answers.
 
     Args:
         model: the model; it stays on its device.
@@ -62,6 +63,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         precision: ``bfloat16`` uses autocast.
         search: options of the model's forward pass: ``max_iterations``, ``tolerance``, ``damping``. Explicit
             models have no search and ignore them.
+        ranks: the processes, all of which make the same calls; None: one.
 
     """
 
@@ -76,6 +78,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         window: int = DEFAULT_LENGTH,
         precision: Literal["float32", "bfloat16"] = "float32",
         search: Mapping[str, float] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._max_length: int = ANY_LENGTH if max_length is None else max_length
         super().__init__(
@@ -89,6 +92,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         self.padding = padding
         self.window = min(window, self.max_length)
         self.search = dict(search or {})
+        self.ranks = Ranks(self.device) if ranks is None else ranks
         self.truncated = 0
         self._solutions: list[tuple[Tensor, ...]] = []
         self._counts: list[tuple[int, int]] | None = None
@@ -102,11 +106,15 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         self._solutions = []
 
     def tally(self) -> SearchTally | None:
-        """Return the statistics since ``restart``; None without searches (explicit models, generation)."""
-        if not self._solutions:
+        """Return the statistics since ``restart``; None without searches (explicit models, generation).
+
+        They are those of all ranks, each of which must call this.
+        """
+        solutions = [row for rows in self.ranks.gather_objects(self._solutions) for row in rows]
+        if not solutions:
             return None
         iterations, residual, converged, diverged, by_token, tokens = map(
-            torch.cat, zip(*self._solutions, strict=True)
+            torch.cat, zip(*solutions, strict=True)
         )
         count = len(iterations)
         return SearchTally(
@@ -201,20 +209,26 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
                 )
             self.truncated += len(tokens) > self.max_length + 1
             readers[tuple(tokens[-(self.max_length + 1) :][:-1])].append(number)
-        answers: list[Scored | None] = [None] * len(requests)
         # Longest first, so that out-of-memory errors occur early.
         inputs = sorted(readers, key=lambda tokens: (-len(tokens), tokens))
         size = override_bs or int(self.batch_size)
-        for first in range(0, len(inputs), size):
-            batch = inputs[first : first + size]
-            wanted = [
-                (row, number, requests[number][2])
-                for row, tokens in enumerate(batch)
-                for number in readers[tokens]
-            ]
-            for (_, number, _), answer in zip(wanted, self._score(batch, wanted), strict=True):
-                answers[number] = answer
-        return [answer for answer in answers if answer is not None]
+        batches = [inputs[first : first + size] for first in range(0, len(inputs), size)]
+
+        def answer_share() -> dict[int, Scored]:
+            answers = {}
+            for batch in batches[self.ranks.rank :: self.ranks.world_size]:
+                wanted = [
+                    (row, number, requests[number][2])
+                    for row, tokens in enumerate(batch)
+                    for number in readers[tokens]
+                ]
+                for (_, number, _), answer in zip(wanted, self._score(batch, wanted), strict=True):
+                    answers[number] = answer
+            return answers
+
+        shares = self.ranks.gather_objects(self.ranks.run_all(answer_share))
+        found = {number: answer for share in shares for number, answer in share.items()}
+        return [found[number] for number in range(len(requests))]
 
     @torch.no_grad()
     def _score(
@@ -266,6 +280,16 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         return {name: value for name, value in wanted.items() if name in known}
 
     # ------------------------------------------------------------------------------------ generation
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate the continuation of every request."""
+        count = self.ranks.world_size
+        own = list(requests[self.ranks.rank :: count])
+        generate = super().generate_until
+        shares = self.ranks.gather_objects(
+            self.ranks.run_all(lambda: generate(own, disable_tqdm=disable_tqdm) if own else [])
+        )
+        return [shares[number % count][number // count] for number in range(len(requests))]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """Generate as lm-eval's backend does, with this search."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,21 +39,46 @@ def build_standard(spec: StandardTaskSpec, *, data: Path) -> Task:
     return ConfigurableTask(config={**kept, "custom_dataset": lambda **_: {split: Dataset.from_list(items)}})
 
 
-def build_harness_task(spec: HarnessTaskSpec, *, data: Path) -> Task:
-    """Build a task of lm-eval by its YAML file or its name; ``data`` is unused.
+@lru_cache(maxsize=4)
+def task_manager(include_path: Path | None = None, *, include_defaults: bool = True) -> TaskManager:
+    """Return lm-eval's index of tasks, groups and tags; it takes seconds to read all of lm-eval's."""
+    return TaskManager(
+        include_path=None if include_path is None else str(include_path), include_defaults=include_defaults
+    )
+
+
+def load_harness_tasks(spec: HarnessTaskSpec, *, data: Path) -> dict[str, Task]:
+    """Load a task, or all tasks of a group or tag, by their names in lm-eval; ``data`` is unused.
 
     Raises:
-        ValueError: the file defines no task, or several.
+        ValueError: the items of a task are missing.
         FileNotFoundError: the file does not exist.
 
     """
     path = spec.locate(data)
+    included = None if spec.include_path is None else Path(spec.include_path)
+    name = spec.path if path is None else str(path)
+    loaded: dict[str, Task]
     try:
-        manager = TaskManager(include_defaults=path is None)
-        loaded = manager.load([spec.path if path is None else str(path)])["tasks"]
+        try:
+            loaded = task_manager(included, include_defaults=path is included is None).load([name])["tasks"]
+        except KeyError:  # a group that names tasks of lm-eval
+            loaded = task_manager(included).load([name])["tasks"]
     except FileNotFoundError as error:
-        raise ValueError(f"{path}: its data are missing: {error}") from None
+        raise ValueError(f"{spec.path}: its data are missing: {error}") from None
+    return loaded
+
+
+def build_harness_task(spec: HarnessTaskSpec, *, data: Path) -> Task:
+    """Build a task of lm-eval by its YAML file or its name; ``data`` is unused.
+
+    Raises:
+        ValueError: it is a group of several tasks, or the items are missing.
+        FileNotFoundError: the file does not exist.
+
+    """
+    loaded = load_harness_tasks(spec, data=data)
     if len(loaded) != 1:
-        raise ValueError(f"{path} defines {len(loaded)} tasks; use a file with one")
+        raise ValueError(f"{spec.path} defines {len(loaded)} tasks; use a file with one")
     (task,) = loaded.values()
     return task

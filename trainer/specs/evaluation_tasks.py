@@ -158,7 +158,9 @@ class HarnessTaskSpec(EvaluationTaskSpec):
 
     kind: Literal["lm_eval"] = "lm_eval"
     path: str
-    """YAML file of the task, or its name in lm-eval."""
+    """YAML file of the task, or its name in lm-eval; also those of a group or tag, for all of its tasks."""
+    include_path: str | None = None
+    """Directory of lm-eval YAML files that define further names."""
 
     def locate(self, data: Path) -> Path | None:
         """Return the YAML file, or None for a task of lm-eval.

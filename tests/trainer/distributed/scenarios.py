@@ -355,6 +355,13 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     return same, sizes
 
 
+def evaluate_tasks(ranks: Ranks, arguments: list[str]) -> Any:
+    from trainer.evaluation.command import main as evaluate
+
+    with mock.patch("trainer.distributed.leave"):  # the scenario leaves
+        return evaluate(arguments)
+
+
 def talk(ranks: Ranks) -> Any:
     """Try what ranks can tell one another."""
     ranks.barrier()

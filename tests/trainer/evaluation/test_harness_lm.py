@@ -11,6 +11,7 @@ import torch
 
 from implicit_blocks import registry
 from implicit_blocks.hf import from_library
+from trainer.distributed import Ranks
 
 KINDS = ("lambada", "hellaswag", "piqa", "arc_easy", "winogrande", "openbookqa", "boolq")
 
@@ -191,7 +192,7 @@ def test_iterations_of_padding_do_not_count():
         iterations=of_row, residual=of_row / 10, converged=yes, diverged=~yes,
         token_iterations=torch.tensor([[1, 3, 9], [2, 9, 9]]),
     )  # fmt: skip
-    lm: Any = SimpleNamespace(_solutions=[])
+    lm: Any = SimpleNamespace(_solutions=[], ranks=Ranks(torch.device("cpu")))
     HarnessLM._note(lm, solution, torch.tensor([[1, 1, 0], [1, 0, 0]]))
     tally = HarnessLM.tally(lm)
     assert tally is not None

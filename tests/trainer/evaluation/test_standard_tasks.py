@@ -220,6 +220,65 @@ def test_tasks_of_lm_eval_are_known_by_name(tmp_path):
         find_specs(["wikitxt"], data=tmp_path)
 
 
+TASK = """\
+task: NAME
+tag: [odd]
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/items.jsonl}, cache_dir: FOLDER}
+output_type: loglikelihood
+test_split: test
+doc_to_text: "{{q}}"
+doc_to_target: " {{a}}"
+metric_list: [{metric: acc}]
+"""
+
+
+@pytest.fixture
+def named_tasks(tmp_path, write_lines):
+    """Write a directory of three tasks with a tag, two of which are a group, and one has a name of ours."""
+    write_lines(tmp_path / "items.jsonl", [{"q": "one and", "a": "two"}])
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name in ("mine_1", "mine_2", "piqa"):
+        text = TASK.replace("NAME", name).replace("FOLDER", str(tmp_path))
+        (folder / f"{name}.yaml").write_text(text)
+    (folder / "group.yaml").write_text("group: mine\ntask: [mine_1, mine_2]\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mine_2", ["mine_2"]), ("mine", ["mine_1", "mine_2"]), ("odd", ["mine_1", "mine_2", "piqa"])],
+    ids=["task", "group", "tag"],
+)
+def test_names_of_a_directory_of_tasks(name, expected, named_tasks, tmp_path):
+    from trainer.evaluation.tasks import build_tasks, find_specs
+
+    found = find_specs([name], data=tmp_path, include_path=named_tasks)
+    built = build_tasks(found, data=tmp_path)
+    assert sorted(task.name for task in built) == expected
+    assert all(requests(task.task) == [("one and", " two")] for task in built)
+
+
+def test_names_of_the_directory_precede_the_library_s(named_tasks, tmp_path):
+    from trainer.evaluation.tasks import build_tasks, find_specs
+
+    ((name, spec),) = find_specs(["piqa"], data=tmp_path, include_path=named_tasks)
+    assert (name, spec.kind) == ("piqa", "lm_eval")
+    with pytest.raises(ValueError, match="several of the groups contain mine_1; name each task once"):
+        build_tasks(find_specs(["mine", "mine_1"], data=tmp_path, include_path=named_tasks), data=tmp_path)
+    with pytest.raises(ValueError, match="absent is not a directory"):
+        find_specs(["piqa"], data=tmp_path, include_path=tmp_path / "absent")
+
+
+def test_groups_and_tags_of_lm_eval_are_known_by_name(tmp_path):
+    from trainer.evaluation.tasks import find_specs
+
+    for name in ("mmlu", "ai2_arc"):
+        ((_, spec),) = find_specs([name], data=tmp_path)
+        assert (spec.kind, spec.path) == ("lm_eval", name)
+
+
 def test_the_real_files(shared_data):
     counts = dict(zip(KINDS, (5153, 10042, 1838, 2376, 1172, 1267, 500, 3270), strict=True))
     for kind, count in counts.items():
