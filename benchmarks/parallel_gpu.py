@@ -209,7 +209,7 @@ def small_run(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     results = []
     for number in range(LOSS_STEPS):
-        batch = random_batch(4, 128, SMALL["vocab_size"], seed=number)
+        batch = random_batch(4, 128, 64, seed=number)
         results.append(step_of(layout, optimizer, batch, precision="float32"))
     searches = [result.search for result in results if result.search is not None]
     assert any(search.iterations < search.iterations_max for search in searches), "rows stop one by one"
