@@ -232,6 +232,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="output file (default: in benchmarks/results)")
+    parser.add_argument("--only", default="", help="the works whose names begin with this")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -240,6 +241,8 @@ def main() -> None:
     signal.signal(signal.SIGALRM, too_long)
     rows = []
     for name, case in CASES.items():
+        if not name.startswith(options.only):
+            continue
         work = case.make(torch.bfloat16)
         for backend in case.operation.backends:
             if backend.name in ("recurrence", "chunked_autograd"):

@@ -98,22 +98,22 @@ def measure(
     found: dict[str, Any] = {}
     texts = {}
     for mode, in_flight in (("sequential", 1), ("wavefront", arguments.in_flight)):
-        start, calls, tokens, flown, restarts = time.perf_counter(), 0, 0, 0.0, 0
-        for number, prompt in enumerate(prompts[: arguments.timed]):
-            decoder, _ = decoded(model, [prompt], [number], 1, in_flight, tolerance, temperature, arguments)
-            calls, tokens = calls + decoder.statistics.calls, tokens + arguments.tokens - 1
-            flown += decoder.statistics.tokens_in_flight / arguments.timed
-            restarts += decoder.statistics.restarts
+        decoder = decoder_of(model, 1, in_flight, tolerance, arguments)
+        decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
+        before, start = decoder.calls, time.perf_counter()
+        timed = prompts[: arguments.timed]
+        decoded(decoder, timed, list(range(len(timed))), temperature, arguments)
+        synchronize(arguments.device)
         seconds = time.perf_counter() - start
+        tokens, statistics = len(timed) * (arguments.tokens - 1), decoder.statistics
         numbers = list(range(len(prompts)))
-        _, texts[mode] = decoded(
-            model, prompts, numbers, arguments.rows, in_flight, tolerance, temperature, arguments
-        )
+        together = decoder_of(model, arguments.rows, in_flight, tolerance, arguments)
+        texts[mode] = decoded(together, prompts, numbers, temperature, arguments)
         found[mode] = {
-            "calls_per_token": round(calls / tokens, 2),
-            "tokens_per_second": round((tokens + arguments.timed) / seconds, 1),
-            "tokens_in_flight": round(flown, 2),
-            "restarts_per_token": round(restarts / tokens, 2),
+            "calls_per_token": round((decoder.calls - before) / tokens, 2),
+            "tokens_per_second": round(tokens / seconds, 1),
+            "tokens_in_flight": round(statistics.tokens_in_flight, 2),
+            "restarts_per_token": round(statistics.restarts / (tokens + arguments.tokens - 1), 2),
             "converged": round(_share(texts[mode]), 4),
         }
     found["equal_texts"], found["near_ties"] = compare(
@@ -127,32 +127,42 @@ def _share(texts: list[list[NewToken]]) -> float:
     return sum(flags) / max(1, len(flags))
 
 
-def decoded(
-    model: Any,
-    prompts: list[list[int]],
-    seeds: list[int],
-    rows: int,
-    in_flight: int,
-    tolerance: float,
-    temperature: float,
-    arguments: argparse.Namespace,
-) -> tuple[ContinuousDecoder, list[list[NewToken]]]:
-    """Return the decoder and the new tokens of each prompt."""
-    decoder = ContinuousDecoder(
+def decoder_of(
+    model: Any, rows: int, in_flight: int, tolerance: float, arguments: argparse.Namespace
+) -> ContinuousDecoder:
+    """Return a decoder of at most ``rows`` texts at a time."""
+    return ContinuousDecoder(
         model,
         max_batch_size=rows,
+        buckets=[rows],
         max_seq_len=arguments.context + arguments.tokens,
         max_in_flight=in_flight,
         tolerance=tolerance,
         max_iterations=arguments.max_iterations,
     )
+
+
+def decoded(
+    decoder: ContinuousDecoder,
+    prompts: list[list[int]],
+    seeds: list[int],
+    temperature: float,
+    arguments: argparse.Namespace,
+) -> list[list[NewToken]]:
+    """Return the new tokens of each prompt."""
+    first = decoder.submitted
     for prompt, seed in zip(prompts, seeds, strict=True):
         sampling = Sampling(temperature=temperature)
         decoder.submit(Request(prompt=prompt, max_new_tokens=arguments.tokens, sampling=sampling, seed=seed))
     texts: list[list[NewToken]] = [[] for _ in prompts]
     for new in decoder.run():
-        texts[new.request].append(new)
-    return decoder, texts
+        texts[new.request - first].append(new)
+    return texts
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def compare(
