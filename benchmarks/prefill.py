@@ -109,7 +109,7 @@ def flop(model: Any, tokens: int) -> float:
     spec = model.spec
     layers = sum(p.numel() for block in model.backbone.blocks() for p in block.parameters())
     keys = tokens / 2 if spec.mixer.kind == "attention" else 0
-    return 2.0 * layers + 4.0 * keys * spec.d_model * spec.n_layers
+    return float(2 * layers + 4 * keys * spec.d_model * spec.n_layers)
 
 
 def timed(call: Any, count: int, on_gpu: bool) -> float:
