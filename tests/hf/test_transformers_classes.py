@@ -333,7 +333,7 @@ def test_trust_remote_code_imports_the_package_or_names_the_remedy(installed, ti
         assert "pip install -c" in done.stderr
 
 
-def test_the_error_without_transformers_names_the_remedy():
+def test_the_error_without_transformers_names_the_remedy(python):
     program = (
         "import importlib.util as u\n"
         "find = u.find_spec\n"
@@ -341,7 +341,7 @@ def test_the_error_without_transformers_names_the_remedy():
         "import implicit_blocks.hf.published, implicit_blocks.hf as hf\n"
         "hf.ImplicitLlamaForCausalLM\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = python.run(["-c", program], cwd=Path.cwd())
     assert "ImportError: implicit_blocks.hf needs transformers" in done.stderr
 
 

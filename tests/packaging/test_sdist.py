@@ -62,7 +62,9 @@ def test_an_installed_source_distribution_contains_all_packages_and_data(tmp_pat
 
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    run_program(*pip, "--no-index", "--no-build-isolation", "--target", site, archive, cwd=tmp_path)
+    run_program(
+        *pip, "--no-index", "--no-build-isolation", "--no-compile", "--target", site, archive, cwd=tmp_path
+    )
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run_program(sys.executable, "-c", USE, site, cwd=elsewhere, PYTHONPATH=str(site))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -130,6 +130,8 @@ def test_options_of_transformers_reach_the_processors(
         assert message in capsys.readouterr().err
 
 
+WithoutTransformers = Callable[..., subprocess.CompletedProcess[str]]
+
 WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
@@ -139,9 +141,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def without_transformers(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *arguments]
-    return subprocess.run(command, capture_output=True, check=False)
+@pytest.fixture
+def without_transformers(python: Any) -> WithoutTransformers:
+    """Return a function that runs the program with arguments in a process without transformers."""
+    return lambda *arguments: python.run(["-c", WITHOUT_TRANSFORMERS, *arguments], cwd=Path.cwd())
 
 
 def test_a_run_on_bytes_continues_text(of_bytes: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,21 +157,23 @@ def test_a_run_on_bytes_continues_text(of_bytes: Path, capsys: pytest.CaptureFix
     assert out == f"{text}\n"
 
 
-def test_bytes_need_no_transformers(of_bytes: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bytes_need_no_transformers(
+    of_bytes: Path, capfd: pytest.CaptureFixture[str], without_transformers: WithoutTransformers
+) -> None:
     done = without_transformers("generate", str(of_bytes), "the cat", "--max-new-tokens", "3")
     assert done.returncode == 0, done.stderr
     assert main(["generate", str(of_bytes), "the cat", "--max-new-tokens", "3"]) == 0
-    assert done.stdout.decode() == capfd.readouterr().out
+    assert done.stdout == capfd.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["generate", "export"])
 def test_without_transformers_the_commands_say_what_to_install(
-    book: Path, command: str, tmp_path: Path
+    book: Path, command: str, tmp_path: Path, without_transformers: WithoutTransformers
 ) -> None:
     last = "the cat" if command == "generate" else str(tmp_path / "exported")
     done = without_transformers(command, str(book), last)
     assert done.returncode == 2
-    (line,) = done.stderr.decode().splitlines()
+    (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "needs transformers 5.17 or newer; " in line
     assert "pip install" in line

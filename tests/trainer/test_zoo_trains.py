@@ -16,6 +16,19 @@ from implicit_blocks.specs.loading import zoo_names
 from trainer.cli.train import main
 
 WITH_PICTURES = True
+DRAWN = (  # one spec for each kind of data and of model: drawing takes longer than training
+    "books_5m",
+    "books_5m_explicit",
+    "catbabi",
+    "catbabi_explicit",
+    "maze_30x30",
+    "state_tracking",
+    "sudoku_6x6",
+    "word_problem_a5_mixed",
+    "word_problem_s3",
+    "word_problem_s3_explicit",
+    "word_problem_s3_transformers",
+)
 
 VOCABULARY = 61
 NARROW = [
@@ -73,7 +86,9 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in zoo_names()])
-def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
+def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name not in DRAWN:
+        monkeypatch.setattr("trainer.run.build.draw", lambda runs, path: None)
     spec: Any = load_spec(name)
     narrow = NARROW[2:]
     if spec.model.kind == "transformers":
@@ -134,7 +149,7 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     assert len(summary["phases"]) == max(1, len(spec.phases))
     assert all(row["loss"] > 0 for row in summary["evaluation"])
     assert (summary["final"]["iterations"] is None) == name.endswith(("_explicit", "_transformers"))
-    assert (folder / "report.png").is_file()
+    assert (folder / "report.png").is_file() == (name in DRAWN)
 
 
 def _few_loops(model: Any) -> list[str]:
