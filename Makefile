@@ -1,16 +1,16 @@
-# Everything sets itself up: `make demo` and `make test` need python3 (3.11 or later, with venv), make, and a network.
+# Every target installs what it needs. `make demo` and `make test` need python3 (3.11 or later, with venv), make, and a network.
 #
 #   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
 #   make puzzle     train a model that solves Sudoku of order 6, in ten minutes; solve boards with it
 #   make play       open the demo's models in a browser, after make demo
-#   make test       lint, types, tests
-#   make test-all   the same with the tests that take minutes
-#   make lint       ruff alone; make types: mypy alone
-#   make test-gpu   the tests that need a CUDA device; what came of them: benchmarks/results/gpu_tests.json
+#   make test       run ruff, mypy and the tests
+#   make test-all   the same, including the tests marked slow
+#   make lint       run ruff only; make types: run mypy only
+#   make test-gpu   run the tests that need a CUDA device; write their outcomes to benchmarks/results/gpu_tests.json
 #   make docs       build the documentation into build/site
 #   make dist       build wheels and source distributions of the library and the plugins into dist/, and check them
-#   make format     let ruff sort out the layout
-#   make clean      forget the virtual environment and what tools left behind
+#   make format     format the code with ruff
+#   make clean      delete the virtual environment, build outputs and caches
 #
 # PYTHON=python3.12 chooses the interpreter, VENV=dir the virtual environment, JOBS=4 the test processes.
 
@@ -27,9 +27,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version
 PLUGINS := $(wildcard plugins/*/pyproject.toml)
 PLUGIN_FOLDERS := $(PLUGINS:/pyproject.toml=)
 
-# One thread a process: the processes share the cores between them.
+# Processes run in parallel, so each uses one thread.
 export OMP_NUM_THREADS ?= 1
-# Somebody else's packages on the path would be tested instead of the pinned ones.
+# Packages on PYTHONPATH would hide the pinned ones.
 unexport PYTHONPATH PYTHONHOME
 
 .PHONY: help demo play puzzle test test-all test-gpu lint types docs dist format setup setup-dev clean
@@ -58,7 +58,7 @@ test-gpu: setup-dev
 
 lint: setup-dev
 	@$(BIN)/ruff check --quiet
-	@$(BIN)/ruff format --check --quiet || { echo "the layout is off in some files: make format" >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet || { echo "some files are not formatted; run: make format" >&2; exit 1; }
 
 types: setup-dev
 	@$(BIN)/python -m mypy
@@ -85,14 +85,14 @@ setup-dev: $(VENV)/.installed-dev
 clean:
 	rm -rf $(VENV) build dist *.egg-info plugins/*/build plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# Stamps: what was installed is installed again only when what it was installed from has changed.
+# Stamp files: a target installs again only when its requirements have changed.
 
 $(VENV)/.created:
 	@tools/create_venv.sh $(VENV) $(PYTHON)
 	@touch $@
 
-# Torch is asked for by its pinned version, and everything else with it; the project is built by the pinned
-# setuptools, not by the newest one.
+# The constraints pin torch and all other packages. setuptools is installed first, so that the pinned version, not
+# the newest, builds the project.
 $(VENV)/.installed: $(VENV)/.created constraints.txt pyproject.toml
 	@echo "Installing the pinned dependencies into $(VENV) (a minute or two the first time) …"
 	@$(PIP_INSTALL) -c constraints.txt setuptools

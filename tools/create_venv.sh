@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make a virtual environment with a Python that is new enough: create_venv.sh FOLDER [PYTHON]
-# One that is there already and works is kept, with what is in it; where a PYTHON is named it is made anew.
+# A working environment is kept with its packages, unless PYTHON is given: then it is created again.
 set -euo pipefail
 folder=$1
 asked=${2:-}
@@ -9,7 +9,7 @@ found=
 
 if [[ -z $asked && -x $folder/bin/python ]] && "$folder/bin/python" -m pip --version >/dev/null 2>&1 &&
     "$folder/bin/python" -c "$enough"; then
-    echo "Using $folder, which is there already ($("$folder/bin/python" --version)); to have it made anew: make clean"
+    echo "Using $folder, which exists ($("$folder/bin/python" --version)); to create it again, run make clean first"
     exit 0
 fi
 

@@ -120,7 +120,7 @@ class Outcome:
 
 
 def complete(port: int, prompt: str, *, stream: bool) -> Outcome:
-    """Send a request and return what came of it."""
+    """Send a request and return its outcome."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": PROMPTS[prompt], "temperature": 0}
     try:
