@@ -225,6 +225,8 @@ def elements(definition: Generators) -> list[tuple[int, ...]]:
     if not generators:
         raise ValueError("a group needs at least one generator, such as [1, 0, 2]")
     points = len(generators[0])
+    if not points:
+        raise ValueError("generator 0 is empty; list the images of 0 to n - 1, such as [1, 0, 2]")
     for number, generator in enumerate(generators):
         if len(generator) != points or sorted(generator) != list(range(points)):
             raise ValueError(

@@ -130,6 +130,22 @@ class PuzzleSpec(DataSpec):
         """Cells of a board."""
         raise NotImplementedError
 
+    def source(self) -> str:
+        """Return where the training boards come from; files are read, and solved when the run begins.
+
+        Raises:
+            DataError: a file that cannot be read, or that has a wrong symbol or size.
+
+        """
+        if self.path is None:
+            return f"{self.boards:,} boards generated"
+        from trainer.data.puzzles.files import read_files
+
+        training, held_out = read_files(self)
+        return (
+            f"{len(training):,} boards of {self.path}, {len(held_out):,} of {self.validation_path} held out"
+        )
+
     @model_validator(mode="after")
     def _whole_boards(self) -> Self:
         if self.seq_len != self.cells:
@@ -181,9 +197,8 @@ class SudokuSpec(PuzzleSpec):
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
-        guesses = f" that take {self.guesses} guesses" if self.guesses else ""
-        source = f"of {self.path}" if self.path else "generated"
-        return [f"{self.task}: {self.boards:,} boards {source}{guesses}, in random symmetric variants"]
+        guesses = f" that take {self.guesses} guesses" if self.guesses and not self.path else ""
+        return [f"{self.task}: {self.source()}{guesses}, in random symmetric variants"]
 
     @model_validator(mode="before")
     @classmethod
@@ -230,8 +245,7 @@ class MazeSpec(PuzzleSpec):
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
-        source = f"of {self.path}" if self.path else "generated"
-        return [f"{self.task}: {self.boards:,} mazes {source}, in random symmetric variants"]
+        return [f"{self.task}: {self.source()}, in random symmetric variants"]
 
     @model_validator(mode="before")
     @classmethod

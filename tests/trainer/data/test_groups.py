@@ -209,6 +209,8 @@ def test_generators_give_the_group_of_that_name(name, generators):
     ("generators", "message"),
     [
         ([], "at least one generator"),
+        ([[]], "generator 0 is empty"),
+        ([[1, 2, 3]], r"generator 0, \[1, 2, 3\], is not a permutation of 0 to 2; list each number once"),
         ([[0, 0]], r"generator 0, \[0, 0\], is not a permutation of 0 to 1"),
         ([[1, 0], [1, 2, 0]], "generator 1"),
         ([[1, 2, 3, 4, 5, 6, 7, 0], [1, 0, 2, 3, 4, 5, 6, 7]], "more than 5040 elements"),

@@ -151,16 +151,28 @@ def test_boards_are_read_from_files_in_the_published_form(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (f"x,{FOUR[:-1]}x,,", r"line 2, cell 16: unknown symbol 'x'"),
-        (f"x,{FOUR[:-1]},,", r"line 2: the board has 15 cells, not 16"),
+        (f"x,{FOUR[:-1]}x,,", r"line 2, column 'question', cell 16: unknown symbol 'x'"),
+        (f"x,{FOUR[:-1]},,", r"line 2, column 'question': the board has 15 cells, not 16"),
+        (f"x,{FOUR},{FOUR_SOLVED[1:]},", r"line 2, column 'answer': the board has 15 cells, not 16"),
+        ("x", r"line 2, column 'question': the board has 0 cells"),
+        (f"x,{FOUR[:-1]}5,,", r"line 2: row 4, column 4 is 5; use 1 to 4"),
+        ("x,123.4......4....,,", r"line 2: the board has no solution; correct its digits"),
         (f"x,{'.' * 16},,", r"line 2: .*several solutions"),
-        (f"x,{FOUR},{FOUR_SOLVED[::-1]},", r"line 2: the answer differs from the solution at cell 1"),
+        (f"x,{FOUR},{FOUR_SOLVED[::-1]},", r"line 2, column 'answer': it differs .* at cell 1; correct"),
     ],
 )
 def test_faulty_files_are_refused_with_line_and_cell(tmp_path, row, message):
     path = written(tmp_path / "boards.csv", row)
     with pytest.raises(DataError, match=message):
         ib.build(SudokuSpec(order=4, path=path, validation_path=path))
+
+
+def test_a_dry_run_reads_the_files(tmp_path):
+    path = written(tmp_path / "boards.csv", f"x,{FOUR},,", f"x,{FOUR[:-1]}x,,")
+    one, two = (SudokuSpec(order=4, path=path, validation_path=path, boards=n, held_out=1) for n in (1, 2))
+    assert "1 boards of" in one.describe(sequences=1, vocab_size=None)[0]
+    with pytest.raises(DataError, match="line 3, column 'question', cell 16"):
+        two.describe(sequences=1, vocab_size=None)
 
 
 @pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"question\n", b"\xff\xfe\x00"])

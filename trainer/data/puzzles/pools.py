@@ -7,12 +7,9 @@ boards. Training and evaluation have pools of their own.
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,14 +17,11 @@ import numpy as np
 from trainer.data.describing import check_vocabulary
 from trainer.data.generated import BLOCK, Draws, GeneratedData, Integers, Task
 from trainer.data.puzzles import maze, sudoku
-from trainer.data.puzzles.sudoku import BoardError, Puzzle
-from trainer.errors import DataError
+from trainer.data.puzzles.files import read_files
+from trainer.data.puzzles.sudoku import Puzzle
 
 if TYPE_CHECKING:
     from trainer.specs.generated import MazeSpec, SudokuSpec
-
-_SUDOKU_SYMBOLS = {".": 0, **{str(digit): digit for digit in range(10)}}
-_MAZE_SYMBOLS = {symbol: value for value, symbol in enumerate(maze.SYMBOLS)}
 
 
 class PuzzleTask(Task):
@@ -86,7 +80,7 @@ def build_sudoku(spec: SudokuSpec, *, seed: int = 0, vocab_size: int | None = No
     if spec.path is None:
         pools = [_sudokus(order, count, spec.givens, spec.guesses, kind) for kind, count in spec.pools]
     else:
-        pools = _files(spec, _SUDOKU_SYMBOLS, sudoku.solve, order * order)
+        pools = [[board.puzzle(sudoku.solve) for board in file] for file in read_files(spec)]
     task = PuzzleTask(*pools, values=order + 1, vary=vary)
     check_vocabulary(task.vocab_size, vocab_size, what="the boards")
     return GeneratedData(task, length=spec.seq_len, seed=seed, fixed_length=True)
@@ -111,7 +105,7 @@ def build_maze(spec: MazeSpec, *, seed: int = 0, vocab_size: int | None = None) 
             _mazes(spec.side, count, spec.openings, spec.shortest_path, kind) for kind, count in spec.pools
         ]
     else:
-        pools = _files(spec, _MAZE_SYMBOLS, maze.solve, spec.side * spec.side)
+        pools = [[board.puzzle(maze.solve) for board in file] for file in read_files(spec)]
     task = PuzzleTask(*pools, values=len(maze.SYMBOLS), vary=vary)
     check_vocabulary(task.vocab_size, vocab_size, what="the mazes")
     return GeneratedData(task, length=spec.seq_len, seed=seed, fixed_length=True)
@@ -140,93 +134,3 @@ def _sudokus(order: int, count: int, givens: int, guesses: int, kind: str) -> li
 def _mazes(side: int, count: int, openings: float, shortest: int, kind: str) -> list[Puzzle]:
     rng = random.Random(f"maze {side} {kind}")
     return [maze.random_maze(side, rng, openings=openings, shortest=shortest) for _ in range(count)]
-
-
-def _files(
-    spec: SudokuSpec | MazeSpec,
-    symbols: dict[str, int],
-    solve: Callable[[Sequence[int]], Puzzle],
-    cells: int,
-) -> list[list[Puzzle]]:
-    assert spec.path is not None
-    assert spec.validation_path is not None  # the spec requires both or none
-    paths = (spec.path, spec.validation_path)
-    return [
-        read_boards(Path(path), symbols=symbols, solve=solve, cells=cells, limit=count)
-        for path, (_, count) in zip(paths, spec.pools, strict=True)
-    ]
-
-
-def read_boards(
-    path: Path,
-    *,
-    symbols: dict[str, int],
-    solve: Callable[[Sequence[int]], Puzzle],
-    cells: int,
-    limit: int,
-) -> list[Puzzle]:
-    """Read boards from a CSV file with the columns ``question`` and, optionally, ``answer``.
-
-    The published files of Sudoku-Extreme and Maze-Hard have this form. Every board read is solved.
-
-    Args:
-        path: the file.
-        symbols: value of each symbol.
-        solve: solves a board.
-        cells: number of cells of a board.
-        limit: number of boards to read.
-
-    Raises:
-        DataError: no such file, no such column, no boards, a wrong symbol or size, no solution or several, or
-            an answer that is not the solution. Names file, line and cell.
-
-    """
-    boards = []
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            if "question" not in (reader.fieldnames or ()):
-                names = ", ".join(reader.fieldnames or ())
-                raise DataError(f"{path} has no column 'question'; it has {names or 'none'}")
-            for row in islice(reader, limit):
-                where = f"{path}, line {reader.line_num}"
-                boards.append(_board(row["question"], row.get("answer"), where, symbols, solve, cells))
-    except OSError as error:
-        message = f"{path} cannot be read ({error.strerror}); set data.path to a file of boards"
-        raise DataError(message) from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not a text file; give a CSV file of boards") from None
-    if not boards:
-        raise DataError(f"{path} contains no boards")
-    return boards
-
-
-def _board(
-    question: str,
-    answer: str | None,
-    where: str,
-    symbols: dict[str, int],
-    solve: Callable[[Sequence[int]], Puzzle],
-    cells: int,
-) -> Puzzle:
-    given, solved = (
-        None if text is None else _values(text, where, symbols, cells) for text in (question, answer or None)
-    )
-    assert given is not None
-    try:
-        puzzle = solve(given)
-    except BoardError as error:
-        raise DataError(f"{where}: {error}") from None
-    if solved is not None and tuple(solved) != puzzle.solution:
-        cell = next(c for c, value in enumerate(solved) if value != puzzle.solution[c])
-        raise DataError(f"{where}: the answer differs from the solution at cell {cell + 1}; correct it")
-    return puzzle
-
-
-def _values(text: str, where: str, symbols: dict[str, int], cells: int) -> list[int]:
-    if len(text) != cells:
-        raise DataError(f"{where}: the board has {len(text)} cells, not {cells}; set the size in data")
-    for cell, symbol in enumerate(text):
-        if symbol not in symbols:
-            raise DataError(f"{where}, cell {cell + 1}: unknown symbol {symbol!r}; use {' '.join(symbols)}")
-    return [symbols[symbol] for symbol in text]
