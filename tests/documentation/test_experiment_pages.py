@@ -141,6 +141,34 @@ def test_word_problems_table_of_rare_hard_tokens() -> None:
             assert cell == percent(*(found[seed] for seed in sorted(found))), (p, iterations, steps)
 
 
+def test_word_problems_tables_of_one_run() -> None:
+    rows = results("word_problem_long")["rows"]
+    phases = [
+        (row["seed"], phase)
+        for row in rows
+        for phase in row["phases"]
+        if phase["name"] in ("mixed", "stable")
+    ]
+    shown = table("word-problems", "seed | phase")
+    for (seed, phase), cells in zip(phases, shown, strict=True):
+        bursts = percent(phase["non_converged_in_those"], digits=0) if phase["steps_over_10_percent"] else ""
+        assert cells == [
+            str(seed),
+            phase["name"],
+            str(phase["steps"]),
+            percent(phase["non_converged"]),
+            str(phase["steps_over_10_percent"]),
+            bursts,
+            percent(phase["accuracy_at_the_end"], digits=2),
+        ]
+    for row, (seed, *cells) in zip(
+        rows, table("word-problems", "seed | p = 0.5, length 256 | p"), strict=True
+    ):
+        found = {(t["identity_probability"], t["length"]): t["accuracy_last"] for t in row["tests"]}
+        asked = ((0.5, 256), (0.5, 1024), (0.0, 256), (0.0, 1024), (0.9, 1024))
+        assert (seed, cells) == (str(row["seed"]), [percent(found[at]) for at in asked])
+
+
 def test_word_problems_table_of_explicit_models() -> None:
     """Each row is a chain of three recipes in one run of the benchmark."""
     chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
