@@ -10,6 +10,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,13 @@ from implicit_blocks.serving.worker import Cancel, Decoder, Submit, Worker
 
 _USUAL_SECONDS = 1.0
 """The assumed duration of a text before the first one has ended."""
+
+DELIVERY_SECONDS = 0.01
+"""The least time between two deliveries of events.
+
+Each delivery wakes the event loop, which competes with the decoder's thread for the interpreter, and each
+text writes what it received at once. A text's tokens are thus up to this much later.
+"""
 
 
 class Engine:
@@ -57,6 +65,11 @@ class Engine:
         self._seconds = _USUAL_SECONDS
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._outbox: deque[tuple[Sequence[tuple[Job, Event]], Sequence[float]]] = deque()
+        self._scheduled = False
+        """Whether the event loop will take what is in the outbox."""
+        self._delivered = -math.inf
+        """When the event loop last did so."""
         self.closing = False
 
     @property
@@ -141,16 +154,33 @@ class Engine:
         if any(not job.finished for job in jobs):
             self.worker.inbox.put(Cancel(jobs))
 
-    def _deliver(self, events: Sequence[tuple[Job, Event]], ended: Sequence[float]) -> None:
-        """Put events into the queues of their requests; ``ended`` has the seconds that ended texts took."""
-        for job, event in events:
-            job.events.put_nowait((job, event))
-        for seconds in ended:
-            self.pending -= 1
-            self._seconds += 0.1 * (seconds - self._seconds)
-
     def _send(self, events: Sequence[tuple[Job, Event]], ended: Sequence[float]) -> None:
-        """Send events from the thread to the event loop."""
+        """Send events, and the seconds that ended texts took, from the thread to the event loop."""
         assert self._loop is not None
+        self._outbox.append((events, ended))
+        if self._scheduled:
+            return
+        self._scheduled = True
         with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for the thread
-            self._loop.call_soon_threadsafe(self._deliver, events, ended)
+            self._loop.call_soon_threadsafe(self._schedule)
+
+    def _schedule(self) -> None:
+        """Deliver events now, or once the time since the last delivery is over."""
+        assert self._loop is not None
+        left = self._delivered + DELIVERY_SECONDS - time.monotonic()
+        if left > 0:
+            self._loop.call_later(left, self._deliver)
+        else:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Put events into the queues of their requests."""
+        self._scheduled = False  # before the outbox is read, so that the thread leaves nothing in it
+        self._delivered = time.monotonic()
+        while self._outbox:
+            events, ended = self._outbox.popleft()
+            for job, event in events:
+                job.events.put_nowait((job, event))
+            for seconds in ended:
+                self.pending -= 1
+                self._seconds += 0.1 * (seconds - self._seconds)

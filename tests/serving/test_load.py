@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 
 import implicit_blocks as ib
+from implicit_blocks.serving.engine import DELIVERY_SECONDS, Engine
+from implicit_blocks.serving.jobs import Job, TokenMade
+from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.options import ServerOptions
 
 PROMPTS = ["Hello", "one", "two words", "z", "Zürich", "a longer prompt of many bytes", "123", "{}"]
 
@@ -120,6 +124,34 @@ def test_texts_of_many_streams_are_those_of_generate(model, start):
     server = start(model, max_batch_size=16, max_queue=64)
     asyncio.run(load(server, clients=32, requests=48, longest=10, seed=1))
     assert server.idle()
+
+
+def test_events_are_delivered_at_intervals_in_order_and_none_is_lost(model):
+    engine = Engine(model, ServerOptions(max_batch_size=1, max_seq_len=8), Metrics(1))
+    sent = [TokenMade(number, last=number == 1999) for number in range(2000)]
+    deliver, times = engine._deliver, []
+
+    def observed() -> None:
+        times.append(time.monotonic())
+        deliver()
+
+    def send(job: Job) -> None:
+        for number, event in enumerate(sent):
+            engine._send([(job, event)], [])
+            if number % 100 == 0:
+                time.sleep(0.001)
+
+    async def received() -> list[Any]:
+        engine._loop, engine._deliver = asyncio.get_running_loop(), observed
+        events: asyncio.Queue[Any] = asyncio.Queue()
+        job = Job(name="a", index=0, prompt=[1], max_tokens=2000, events=events)
+        sending = asyncio.create_task(asyncio.to_thread(send, job))
+        found = [(await events.get())[1] for _ in sent]
+        await sending
+        return found
+
+    assert asyncio.run(received()) == sent
+    assert all(after - before >= 0.99 * DELIVERY_SECONDS for before, after in itertools.pairwise(times))
 
 
 @pytest.mark.slow
