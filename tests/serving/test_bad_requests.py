@@ -221,7 +221,7 @@ ENDPOINTS = [
     ),
     Endpoint(
         "/v1/inspect",
-        {"model": "tiny", "prompt": "Hi", "continuation": [7, 9], "max_iterations": 20},
+        {"model": "tiny", "prompt": "Hi", "continuation": [7, 9]},
         [*COMMON, "prompt", "continuation", "messages"],
         lambda whole: whole["tokens"],
     ),
@@ -293,7 +293,9 @@ async def check_mutated(app: Any, ask: Any, model: Any, count: int, seed: int) -
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_mutated_bodies_are_refused_or_answered(model, ask, count):
-    options = ServerOptions(max_seq_len=96, max_batch_size=16, max_iterations=50)
+def test_mutated_bodies_are_refused_or_answered(make_model, ask, count):
+    stopping = ib.StoppingOverrides(tolerance=0.05, max_iterations=20)
+    model = make_model(at_evaluation=ib.AtEvaluation(stopping=stopping))
+    options = ServerOptions(max_seq_len=96, max_batch_size=16, max_iterations=50, timeout=7200)
     app = application(model, Conversing(), options, name="tiny")
     asyncio.run(check_mutated(app, ask, model, count, seed=count))
