@@ -1,9 +1,10 @@
 # Every target installs what it needs. `make demo` and `make test` need python3 (3.11 or later, with venv), make, and a network.
 #
-#   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
-#   make puzzle     train a model that solves Sudoku of order 6, in ten minutes; solve boards with it
+#   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison;
+#                   five minutes on two idle cores, up to half an hour on busy ones
+#   make puzzle     train a model that solves Sudoku of order 6, in ten minutes on two idle cores; solve boards with it
 #   make play       open the demo's models in a browser, after make demo
-#   make test       run ruff, mypy and the tests
+#   make test       run ruff, mypy and the tests: under ten minutes on two idle cores
 #   make test-all   the same, including the tests marked slow
 #   make lint       run ruff only; make types: run mypy only
 #   make test-gpu   run the tests that need a CUDA device; write their outcomes to benchmarks/results/gpu_tests.json
@@ -35,7 +36,7 @@ unexport PYTHONPATH PYTHONHOME
 .PHONY: help demo play puzzle test test-all test-gpu lint types docs dist format setup setup-dev clean
 
 help:
-	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+	@sed -n 's/^#   \(make .*\|   .*\)/\1/p' Makefile
 
 demo: setup
 	@$(BIN)/python benchmarks/demo.py

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = newest(options.runs)
     if folder is None:
         print(
-            f"error: {options.runs} has no finished demo; run `make demo` first (under ten minutes on two "
+            f"error: {options.runs} has no finished demo; run `make demo` first (five minutes on two idle "
             "cores), then `make play`",
             file=sys.stderr,
         )
