@@ -104,6 +104,22 @@ def test_plain_lines_are_printed_every_n_steps(capsys: pytest.CaptureFixture[str
     assert "iter 3.0/4  res non-finite  unconverged 25%  diverged 50%" in lines[1]
 
 
+@pytest.mark.parametrize(
+    ("total", "scale", "expected"),
+    [(586, 0.1, [1, *range(30, 586, 30), 586]), (586, 10.0, [1, *range(10, 586, 10), 586])],
+    ids=["minutes", "hours"],
+)
+def test_plain_lines_are_a_screenful_or_one_a_minute(
+    total: int, scale: float, expected: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = PlainDisplay(log_every=10, accuracy=True)
+    display.start(step=0, total=total)
+    for step in range(1, total + 1):
+        display.step({**step_row(step), "seconds": scale * step})
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split("/")[0]) for line in lines] == expected
+
+
 def test_divergence_is_shown_only_if_there_is_any(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=1, accuracy=True)
     display.start(step=0, total=2)

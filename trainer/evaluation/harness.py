@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -43,6 +43,28 @@ class SearchTally:
     residual_max: float
     non_converged: float
     diverged: float
+
+    @classmethod
+    def of(
+        cls,
+        iterations: Tensor,
+        residual: Tensor,
+        converged: Tensor,
+        diverged: Tensor,
+        by_token: Tensor,
+        tokens: Tensor,
+    ) -> Self:
+        """Return the statistics of sequences (B,); ``by_token`` sums the iterations of their tokens."""
+        return cls(
+            sequences=len(iterations),
+            iterations=float(iterations.double().mean()),
+            iterations_max=int(iterations.max()),
+            token_iterations=float(by_token.sum() / tokens.sum()) if bool((by_token > 0).all()) else None,
+            residual=float(residual.double().mean()),
+            residual_max=float(residual.max()),
+            non_converged=float((~converged).double().mean()),
+            diverged=float(diverged.double().mean()),
+        )
 
 
 class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
@@ -111,22 +133,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         They are those of all ranks, each of which must call this.
         """
         solutions = [row for rows in self.ranks.gather_objects(self._solutions) for row in rows]
-        if not solutions:
-            return None
-        iterations, residual, converged, diverged, by_token, tokens = map(
-            torch.cat, zip(*solutions, strict=True)
-        )
-        count = len(iterations)
-        return SearchTally(
-            sequences=count,
-            iterations=float(iterations.double().mean()),
-            iterations_max=int(iterations.max()),
-            token_iterations=float(by_token.sum() / tokens.sum()) if bool((by_token > 0).all()) else None,
-            residual=float(residual.double().mean()),
-            residual_max=float(residual.max()),
-            non_converged=float((~converged).double().mean()),
-            diverged=float(diverged.double().mean()),
-        )
+        return SearchTally.of(*map(torch.cat, zip(*solutions, strict=True))) if solutions else None
 
     def _note(self, solution: Solution | None, mask_BL: Tensor) -> None:
         if solution is None:

@@ -72,6 +72,8 @@ def format_row(row: Mapping[str, Any], *, accuracy: bool) -> str:
     return "  ".join(parts)
 
 
+PLAIN_LINES = 20
+"""Progress lines of a run without a terminal; runs of more than as many minutes print one a minute."""
 _RECENT_STEPS = 50
 """Number of latest steps that the ETA is based on, because phases differ in pace."""
 
@@ -95,26 +97,36 @@ class Pace:
 
 
 class PlainDisplay(Display):
-    """Prints one line every ``log_every`` steps, for logs and pipes."""
+    """Prints lines for logs and pipes, at multiples of ``log_every`` steps.
+
+    A run prints about `PLAIN_LINES` of them, and more if its steps take so long that a minute passes between.
+    """
 
     def __init__(self, *, log_every: int, accuracy: bool, stream: TextIO | None = None) -> None:
         self._log_every = log_every
         self._accuracy = accuracy
         self._stream = stream
         self._total = 0
+        self._often = log_every
+        self._printed = 0.0
+        """The time of the last line, in seconds of the run."""
         self._pace: Pace | None = None
 
     def start(self, *, step: int, total: int) -> None:
         """Start at ``step`` of ``total``."""
         self._total = total
+        self._often = self._log_every * max(1, -(-total // (self._log_every * PLAIN_LINES)))
         self._pace = Pace(total=total)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Print the row if its step is a multiple of ``log_every``, or the first or the last."""
+        """Print the row if it is time for a line, and if its step is the first or the last."""
         assert self._pace is not None
         remaining = self._pace.remaining(row)
-        if row["step"] % self._log_every and row["step"] not in (1, self._total):
+        step, seconds = row["step"], float(row["seconds"])
+        waited = step % self._log_every == 0 and seconds - self._printed >= 60.0
+        if not waited and step % self._often and step not in (1, self._total):
             return
+        self._printed = seconds
         width = len(str(self._total))
         self.log(
             f"{row['step']:>{width}}/{self._total}  {row['phase']}  "

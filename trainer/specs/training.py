@@ -76,7 +76,8 @@ class TrainingSpec(Spec):
     loader_threads: NonNegativeInt = 1
     """Threads that prepare the next batches during a step; 0: none. The batches do not depend on it."""
     log_every: PositiveInt = 10
-    """Steps between progress lines when no terminal shows a bar; the metrics contain every step."""
+    """Smallest number of steps between progress lines when no terminal shows a bar; a run prints about 20 of
+    them, and at most one a minute more. The metrics contain every step."""
     evaluate_every: PositiveInt | None = None
     """Steps between evaluations; null: only at the end."""
     checkpoint_every: PositiveInt | None = None
