@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -358,8 +359,9 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
 def evaluate_tasks(ranks: Ranks, arguments: list[str]) -> Any:
     from trainer.evaluation.command import main as evaluate
 
-    with mock.patch("trainer.distributed.leave"):  # the scenario leaves
-        return evaluate(arguments)
+    printed = io.StringIO()
+    with mock.patch("trainer.distributed.leave"), redirect_stdout(printed):  # the scenario leaves
+        return evaluate(arguments), printed.getvalue().count("written:")
 
 
 def talk(ranks: Ranks) -> Any:
