@@ -51,12 +51,13 @@ class ComputedWeight(Tensor):
         """Compute as for ordinary tensors; then write in-place changes to ``g`` and ``v``."""
         with torch._C.DisableTorchFunctionSubclass():
             given = [one for one in _leaves((args, kwargs)) if isinstance(one, cls)]
-            before = [_version(one) for one in given]
+            # Before: adding a tensor with a gradient to weight.data, as peft does, gives that one a gradient.
+            before = [(_version(one), one.requires_grad) for one in given]
             result = func(*args, **(kwargs or {}))
-            for weight, version in zip(given, before, strict=True):
+            for weight, (version, recorded) in zip(given, before, strict=True):
                 if _version(weight) != version or (weight.is_inference() and _is_in_place(func)):
                     of_init = getattr(func, "__module__", "") == "torch.nn.init"  # records no gradients
-                    if torch.is_grad_enabled() and weight.requires_grad and not of_init:
+                    if torch.is_grad_enabled() and recorded and not of_init:
                         raise RuntimeError(
                             "a weight with weight norm was changed in place while gradients are recorded; "
                             "change it within torch.no_grad()"

@@ -126,3 +126,17 @@ def test_trl_optimizes_preferences(folder: Path, adapter: bool) -> None:
     assert losses[0] == pytest.approx(0.6931, abs=0.02)
     assert losses[-1] < losses[0]
     assert float(trainer.state.log_history[-2]["rewards/margins"]) > 0
+
+
+def test_an_adapter_is_merged_while_gradients_are_enabled(family: str, tiny_model: Any) -> None:
+    settings = peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(family), settings).eval()
+    ids = torch.arange(12)[None] % 7
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.3)
+        expected = model(ids, loops=2).logits
+    merged = model.merge_and_unload()
+    with torch.no_grad():
+        assert float((merged(ids, loops=2).logits - expected).abs().max()) <= 1e-5
