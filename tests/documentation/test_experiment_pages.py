@@ -167,6 +167,19 @@ def test_word_problems_tables_of_one_run() -> None:
         found = {(t["identity_probability"], t["length"]): t["accuracy_last"] for t in row["tests"]}
         asked = ((0.5, 256), (0.5, 1024), (0.0, 256), (0.0, 1024), (0.9, 1024))
         assert (seed, cells) == (str(row["seed"]), [percent(found[at]) for at in asked])
+    continued = results("word_problem_long")["continued"]["rows"]
+    for row, cells in zip(continued, table("word-problems", "seed | further steps"), strict=True):
+        (test,) = row["tests"]
+        assert (test["identity_probability"], test["length"]) == (0.5, 1024)
+        assert cells == [
+            str(row["seed"]),
+            str(row["steps"]),
+            f"{row['minutes']:.1f}",
+            percent(row["phases"][-1]["accuracy_at_the_end"], digits=2),
+            percent(max(phase["non_converged"] for phase in row["phases"])),
+            percent(test["accuracy"], digits=2),
+            str(test["sequences"]),
+        ]
 
 
 def test_word_problems_table_of_explicit_models() -> None:
