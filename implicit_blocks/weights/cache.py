@@ -84,6 +84,10 @@ class WeightCache:
         ]
         return leaves
 
+    def items(self) -> list[tuple[Any, Any]]:
+        """Return the modules and their cached weights."""
+        return list(self._cached)
+
     def tensors(self) -> list[Tensor]:
         """Return all cached tensors, in a fixed order."""
         leaves = pytree.tree_leaves([value for _, value in self._cached])

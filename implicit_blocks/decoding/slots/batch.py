@@ -35,6 +35,7 @@ from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
+from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.windows import SequenceState
 
 _LOG = logging.getLogger(__name__)
@@ -345,15 +346,33 @@ def _slot_map(
     return call
 
 
+def bound_map(
+    batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, weights: WeightCache | None
+) -> Callable[[Tensor], Tensor]:
+    """Return the map of the slots ``rows_R`` with other weights, (R, D) → (R, D); it does not commit."""
+    index = None if len(rows_R) == batch.max_batch_size else rows_R
+
+    def call(z_RD: Tensor) -> Tensor:
+        f = _bound_map(batch, rows_R, index, z_RD, lengths_R, weights)
+        return f.compute(z_RD[:, None])[:, 0]
+
+    return call
+
+
 def _bound_map(
-    batch: SlotBatch, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor
+    batch: SlotBatch,
+    rows_R: Tensor,
+    index_R: Tensor | None,
+    z_RD: Tensor,
+    lengths_R: Tensor,
+    weights: WeightCache | None = None,
 ) -> BoundMap:
     model, ends = batch.model, batch.ends
     return model.backbone.bind(
         window_of_slots(model, lengths_R, batch.tokens_S[rows_R]),
         states=tuple(states.gather(index_R, lengths_R) for states in batch.states),
         start_BLD=z_RD[:, None],
-        weights=batch.weights,
+        weights=batch.weights if weights is None else weights,
         u_BLU=None if ends.u_SU is None else ends.u_SU[rows_R][:, None],
         injection=model.injection,
         e_BLD=None if ends.e_SE is None else ends.e_SE[rows_R][:, None],

@@ -29,6 +29,7 @@ from implicit_blocks.decoding.prompts import (
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.in_flight import decodes_in_flight
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
+from implicit_blocks.decoding.slots.quantized import quantized_search
 from implicit_blocks.decoding.slots.steps import admit, choose, fly
 from implicit_blocks.decoding.slots.texts import (
     Chosen,
@@ -81,6 +82,11 @@ class ContinuousDecoder:
         max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
             decoding); None: 1, which decodes them one after the other. Where a mixer or an option of the
             search does not support it, tokens are decoded one after the other, with a line in the log.
+        search_dtype: ``torch.int8``: iterations far from a token's fixed point read weights in 8 bits, with
+            one scale per output. The last iterations, and therefore the solution, are in full precision.
+            Tokens are then decoded one after the other. On a GPU kernels serve calls of one or two texts;
+            other calls, and models without the kernels of single tokens, use full precision, with a line in
+            the log. None: full precision.
         prefill_chunk: number of tokens per step in which prompts are solved while texts are running; the
             memory of a prompt's search is then that of one chunk. None: whole prompts, between two steps.
         prefix_cache_bytes: size of a cache of the states after the chunks of prompts, in bytes: a prompt that
@@ -107,6 +113,7 @@ class ContinuousDecoder:
         state_dtype: torch.dtype | None = None,
         limits_per_request: bool = False,
         max_in_flight: int | None = None,
+        search_dtype: torch.dtype | None = None,
         prefill_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
         **search: Unpack[SearchKwargs],
@@ -142,6 +149,7 @@ class ContinuousDecoder:
             state_dtype=state_dtype,
             limits_per_slot=limits_per_request,
         )
+        self.quantized = quantized_search(self.batch, search_dtype, in_flight=max_in_flight)
         self.wavefront: Wavefront | None = None
         if in_flight > 1 and decodes_in_flight(
             model, options, self.batch.every_states(), asked=max_in_flight is not None
@@ -260,8 +268,13 @@ class ContinuousDecoder:
             return self._collected(before=self.calls if self.on_gpu else None)
         committing = [] if self.on_gpu else self._committing()
         before = self._done
-        self.batch.step(size, commit=self.on_gpu or bool(committing))
+        if self.quantized is not None and self.quantized.wants(self.texts, size=size):
+            self.quantized.step(size)
+        else:
+            self.batch.step(size, commit=self.on_gpu or bool(committing))
         self._done = AsyncHostCopy(self.batch.search.done)
+        if self.quantized is not None:
+            self.quantized.read(calls=self.calls, wait=not self.on_gpu)
         if self.on_gpu:
             committing = self._committing(before)
         self.calls += 1

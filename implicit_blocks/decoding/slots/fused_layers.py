@@ -17,6 +17,7 @@ from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.mixers.mamba2.state import Mamba2Slots
 from implicit_blocks.models.stack import Block
+from implicit_blocks.ops.quantization import eight_bits
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.decoding import Branch
@@ -36,10 +37,11 @@ class FusedStep:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A linear map with cached weights."""
+    """A linear map with cached weights; in 8 bits, for a few rows, they have one scale per output."""
 
     weight: Tensor
     bias: Tensor | None
+    scales: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
@@ -48,10 +50,17 @@ class _Matrix:
 class FusedLayer:
     """A residual block on the stream and the branch that is not added yet."""
 
-    def __init__(self, block: Block, mixer: FusedMamba2 | FusedAttention, gate_up: Tensor | None) -> None:
+    def __init__(
+        self,
+        block: Block,
+        mixer: FusedMamba2 | FusedAttention,
+        gate_up: Tensor | None,
+        *,
+        quantized: bool = False,
+    ) -> None:
         assert block.mixer_norm is not None  # the layer is plain
         self.norm, self.mixer = block.mixer_norm, mixer
-        self.mlp = None if block.mlp is None else _SwiGLU(block.mlp, gate_up)
+        self.mlp = None if block.mlp is None else _SwiGLU(block.mlp, gate_up, quantized=quantized)
         self.mlp_norm = block.mlp_norm
 
     def __call__(self, z: Tensor, branch: Branch | None, step: FusedStep) -> tuple[Tensor, Branch | None]:
@@ -65,9 +74,9 @@ class FusedLayer:
 class FusedMamba2:
     """Mamba2 with its norm, on the stream and the branch that is not added yet."""
 
-    def __init__(self, mixer: Mamba2, states: Mamba2Slots) -> None:
+    def __init__(self, mixer: Mamba2, states: Mamba2Slots, *, quantized: bool = False) -> None:
         self.mixer, self.states = mixer, states
-        self.in_proj, self.out_proj = _cached(mixer.in_proj), _cached(mixer.out_proj)
+        self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
         self.conv_weight = mixer.conv.weight.detach().t().contiguous()
 
     def __call__(
@@ -92,6 +101,7 @@ class FusedMamba2:
                 z,
                 into.weight,
                 into.bias,
+                scales_M=into.scales,
                 norm_K=norm.weight,
                 eps=norm.eps,
                 u_SM=step.u_SU,
@@ -102,7 +112,7 @@ class FusedMamba2:
             z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=into.weight.dtype)
             prepared = prepare_mamba2(into(normed), step.u_SU, step.rows_R, inputs)
         out, gated = self.out_proj, mixer.norm
-        dtype = out.weight.dtype
+        dtype = torch.float32 if out.scales is not None else out.weight.dtype
         # The norm's divisor can be applied after the product where that cannot overflow.
         later = not few and gated.groups == 1 and out.bias is None and dtype != torch.float16
         mixed, squares = scan_step(
@@ -119,19 +129,34 @@ class FusedMamba2:
         if later:
             return z, Branch(out(mixed), squares, mixer.d_inner, gated.eps)
         if few and gated.groups == 1:
-            return linear_rows(mixed, out.weight, out.bias, norm_K=gated.weight, eps=gated.eps, z_RM=z), None
+            return linear_rows(
+                mixed,
+                out.weight,
+                out.bias,
+                scales_M=out.scales,
+                norm_K=gated.weight,
+                eps=gated.eps,
+                z_RM=z,
+            ), None
         _, normed = add_norm(mixed, None, gated.weight, eps=gated.eps, groups=gated.groups, dtype=dtype)
         if few:
-            return linear_rows(normed, out.weight, out.bias, z_RM=z), None
+            return linear_rows(normed, out.weight, out.bias, scales_M=out.scales, z_RM=z), None
         return z, Branch(out(normed))
 
 
 class FusedAttention:
     """Attention with its norm, on the stream and the branch that is not added yet."""
 
-    def __init__(self, mixer: Attention, states: AttentionSlots, tables: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        mixer: Attention,
+        states: AttentionSlots,
+        tables: tuple[Tensor, Tensor],
+        *,
+        quantized: bool = False,
+    ) -> None:
         self.heads, self.states, self.tables = mixer.n_heads, states, tables
-        self.in_proj, self.out_proj = _cached(mixer.in_proj), _cached(mixer.out_proj)
+        self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
 
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
@@ -149,6 +174,7 @@ class FusedAttention:
                 z,
                 into.weight,
                 into.bias,
+                scales_M=into.scales,
                 norm_K=norm.weight,
                 eps=norm.eps,
                 u_SM=u,
@@ -172,22 +198,27 @@ class FusedAttention:
             value_scales_SKT=self.states.value_scales,
         )
         if few:
-            return linear_rows(y, out.weight, out.bias, z_RM=z), None
+            return linear_rows(y, out.weight, out.bias, scales_M=out.scales, z_RM=z), None
         return z, Branch(out(y))
 
 
 class _SwiGLU:
-    def __init__(self, mlp: nn.Module, gate_up: Tensor | None) -> None:
+    def __init__(self, mlp: nn.Module, gate_up: Tensor | None, *, quantized: bool) -> None:
         assert isinstance(mlp, SwiGLU)
-        self.gate, self.up, self.out = _cached(mlp.gate_proj), _cached(mlp.up_proj), _cached(mlp.out_proj)
+        parts = (mlp.gate_proj, mlp.up_proj, mlp.out_proj)
+        self.gate, self.up, self.out = (_cached(part, quantized) for part in parts)
+        self.both: _Matrix | None = None  # one product for many rows
+        if quantized:
+            return
         if gate_up is None:  # the layers prepare their weights themselves
             gate_up = torch.cat((self.gate.weight, self.up.weight))
         biases = [part.bias for part in (self.gate, self.up) if part.bias is not None]
-        self.both = _Matrix(gate_up, torch.cat(biases) if biases else None)  # one product for many rows
+        self.both = _Matrix(gate_up, torch.cat(biases) if biases else None)
 
     def __call__(self, z: Tensor, branch: Branch | None, norm: RMSNorm) -> tuple[Tensor, Branch | None]:
         from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows, silu_product
 
+        out = self.out
         if len(z) <= FEW:
             hidden = linear_rows(
                 z,
@@ -195,15 +226,21 @@ class _SwiGLU:
                 self.up.bias,
                 gate_MK=self.gate.weight,
                 gate_bias_M=self.gate.bias,
+                scales_M=self.up.scales,
+                gate_scales_M=self.gate.scales,
                 norm_K=norm.weight,
                 eps=norm.eps,
             )
-            return linear_rows(hidden, self.out.weight, self.out.bias, z_RM=z), None
+            return linear_rows(hidden, out.weight, out.bias, scales_M=out.scales, z_RM=z), None
         z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=self.up.weight.dtype)
-        return z, Branch(self.out(silu_product(self.both(normed))))
+        assert self.both is not None
+        return z, Branch(out(silu_product(self.both(normed))))
 
 
-def _cached(layer: nn.Module) -> _Matrix:
+def _cached(layer: nn.Module, quantized: bool) -> _Matrix:
     assert isinstance(layer, Linear)
     weight, bias = layer.prepared() if layer.cached is None else layer.cached
+    if quantized:
+        codes, scales = eight_bits(weight.detach())
+        return _Matrix(codes.contiguous(), bias, scales)
     return _Matrix(weight.detach().contiguous(), bias)

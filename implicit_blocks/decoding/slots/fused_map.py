@@ -84,10 +84,19 @@ def _plain_linears(part: nn.Module) -> bool:
 
 
 class FusedMap:
-    """``f(z)`` of one token in each slot; a committing call replaces the states in place."""
+    """``f(z)`` of one token in each slot; a committing call replaces the states in place.
+
+    With ``quantized`` weights, in 8 bits, it serves at most ``FEW`` rows, in calls that do not commit.
+    """
 
     def __init__(
-        self, model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
+        self,
+        model: LanguageModel,
+        states: Sequence[SlotStates],
+        weights: WeightCache,
+        *,
+        max_seq_len: int,
+        quantized: bool = False,
     ) -> None:
         self.norm, self.weights = model.backbone.norm, weights
         injection = model.injection
@@ -95,21 +104,24 @@ class FusedMap:
         self.layers: list[FusedLayer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
         mlps = [block.mlp for block in model.backbone.blocks()]
-        both = [weights.fuse(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) else None for mlp in mlps]
+        both = [
+            weights.fuse(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) and not quantized else None
+            for mlp in mlps
+        ]
         with weights.activate():
             for block, state, gate_up in zip(model.backbone.blocks(), states, both, strict=True):
                 mixer: FusedMamba2 | FusedAttention
                 if isinstance(block.mixer, Mamba2):
                     assert isinstance(state, Mamba2Slots)
-                    mixer = FusedMamba2(block.mixer, state)
+                    mixer = FusedMamba2(block.mixer, state, quantized=quantized)
                 else:
                     assert isinstance(block.mixer, Attention)
                     assert isinstance(state, AttentionSlots)
-                    mixer = FusedAttention(
-                        block.mixer, state, _tables(block.mixer, tables, max_seq_len, state)
-                    )
-                self.layers.append(FusedLayer(block, mixer, gate_up))
-        self.entries = _side_by_side([state for state in states if isinstance(state, Mamba2Slots)])
+                    rotations = _tables(block.mixer, tables, max_seq_len, state)
+                    mixer = FusedAttention(block.mixer, state, rotations, quantized=quantized)
+                self.layers.append(FusedLayer(block, mixer, gate_up, quantized=quantized))
+        recurrent = [] if quantized else [state for state in states if isinstance(state, Mamba2Slots)]
+        self.entries = _side_by_side(recurrent)
 
     def bind(
         self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor

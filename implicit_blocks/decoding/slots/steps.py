@@ -67,6 +67,8 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
     draw_tokens(decoder.batch, places, texts)
     if decoder.wavefront is None:
         decoder.batch.begin(size)
+        if decoder.quantized is not None:
+            decoder.quantized.begin(places.rows_R, places.where_R & places.on_R)
     else:
         for place, text in texts.items():
             request = text.request

@@ -65,6 +65,8 @@ def linear_rows(
     *,
     gate_MK: Tensor | None = None,
     gate_bias_M: Tensor | None = None,
+    scales_M: Tensor | None = None,
+    gate_scales_M: Tensor | None = None,
     norm_K: Tensor | None = None,
     eps: float = 0.0,
     u_SM: Tensor | None = None,
@@ -82,6 +84,8 @@ def linear_rows(
         bias_M: b.
         gate_MK: V: the result is ``silu(V x + c) · (W x + b)``, as in SwiGLU.
         gate_bias_M: c.
+        scales_M: float32, of the rows of an 8-bit W (``ops.quantization``).
+        gate_scales_M: those of an 8-bit V.
         norm_K: normalizes the input first: ``rms(x) · norm``.
         eps: of that norm.
         u_SM: injection; row ``rows_R`` is added.
@@ -104,6 +108,8 @@ def linear_rows(
             weight_MK if bias_M is None else bias_M,
             weight_MK if gate_MK is None else gate_MK,
             weight_MK if gate_bias_M is None else gate_bias_M,
+            x_RK if scales_M is None else scales_M,
+            x_RK if gate_scales_M is None else gate_scales_M,
             x_RK if u_SM is None else u_SM,
             x_RK if rows_R is None else rows_R,
             x_RK if z_RM is None else z_RM,
@@ -116,6 +122,7 @@ def linear_rows(
             HAS_BIAS=bias_M is not None,
             GATE=gate_MK is not None,
             HAS_GATE_BIAS=gate_bias_M is not None,
+            SCALED=scales_M is not None,
             HAS_U=u_SM is not None,
             HAS_Z=z_RM is not None,
             MAMBA2=mamba2 is not None,
@@ -234,6 +241,8 @@ def _linear_rows(
     bias_ptr,
     gate_ptr,
     gate_bias_ptr,
+    scales_ptr,
+    gate_scales_ptr,
     u_ptr,
     rows_ptr,
     z_ptr,
@@ -252,6 +261,7 @@ def _linear_rows(
     HAS_BIAS: tl.constexpr,
     GATE: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     HAS_U: tl.constexpr,
     HAS_Z: tl.constexpr,
     MAMBA2: tl.constexpr,
@@ -280,7 +290,7 @@ def _linear_rows(
     for first in tl.static_range(0, K, BLOCK_K):
         inside = first + column < K
         both = real[:, None] & inside[None, :]
-        w = tl.load(w_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + weight + first, mask=both, other=0).to(tl.float32)
         x = tl.load(x_ptr + row * K + first + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             # The norm's divisor is one number per row, so the product need not wait for it.
@@ -288,9 +298,11 @@ def _linear_rows(
             x *= tl.load(norm_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
         total += w * x[None, :]
         if GATE:
-            v = tl.load(gate_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
+            v = tl.load(gate_ptr + weight + first, mask=both, other=0).to(tl.float32)
             gate += v * x[None, :]
     y = tl.sum(total, axis=1)
+    if SCALED:
+        y *= tl.load(scales_ptr + m, mask=real, other=0.0)
     scale = 1.0
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(squares) / K + eps)
@@ -299,6 +311,8 @@ def _linear_rows(
         y += tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)
     if GATE:
         g = tl.sum(gate, axis=1) * scale
+        if SCALED:
+            g *= tl.load(gate_scales_ptr + m, mask=real, other=0.0)
         if HAS_GATE_BIAS:
             g += tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)
         y *= g * tl.sigmoid(g)

@@ -1,0 +1,95 @@
+"""Searches that begin with weights in 8 bits: their solutions are those of full precision."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
+from implicit_blocks.decoding.slots import quantized
+from implicit_blocks.ops.quantization import eight_bits
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
+
+
+def decode(model, prompts=PROMPTS, *, slots=1, count=6, **options):
+    decoder = ContinuousDecoder(
+        model, max_batch_size=slots, max_seq_len=16, **({"max_in_flight": 1} | options)
+    )
+    for seed, prompt in enumerate(prompts):
+        decoder.submit(Request(prompt=prompt, max_new_tokens=count, sampling=Sampling(), seed=seed))
+    made = [[] for _ in prompts]
+    for new in decoder.run():
+        made[new.request].append(new)
+    return decoder, made
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_solutions_are_those_of_full_precision(family, tiny_model, slots):
+    model, tolerance = tiny_model(family), 1e-4
+    _, exact = decode(model, tolerance=1e-6)
+    _, usual = decode(model, tolerance=tolerance)
+    decoder, found = decode(model, slots=slots, tolerance=tolerance, search_dtype=torch.int8)
+    assert 0 < decoder.quantized.calls < decoder.calls
+    for new, old, true in zip(found, usual, exact, strict=True):
+        assert [token.token for token in new] == [token.token for token in true]
+        assert all(token.converged and token.residual <= tolerance for token in new)
+        near, reference = (torch.stack([token.logits for token in row]) for row in (new, true))
+        error = float((torch.stack([token.logits for token in old]) - reference).abs().max())
+        assert float((near - reference).abs().max()) <= max(2 * error, 1e-3)
+
+
+def test_calls_in_8_bits_differ_from_full_precision(family, tiny_model):
+    """Otherwise the test above would not show that the last calls correct the solution."""
+    model = tiny_model(family)
+    decoder, _ = decode(model, PROMPTS[:1], search_dtype=torch.int8)
+    weight = decoder.quantized.weights.items()[-1][1][0]
+    exact = decoder.batch.weights.items()[-1][1][0]
+    assert 0 < float((weight - exact).norm() / exact.norm()) < 0.02
+
+
+def test_limits_count_the_calls_in_8_bits(tiny_model):
+    model = tiny_model("mamba2")
+    decoder, made = decode(model, tolerance=1e-12, max_iterations=6, search_dtype=torch.int8)
+    assert decoder.quantized.calls > 0
+    assert all(new.iterations == 6 and not new.converged for row in made for new in row[1:])
+
+
+def test_requests_can_have_their_own_limits(tiny_model):
+    model = tiny_model("attention")
+    decoder = ContinuousDecoder(
+        model, max_batch_size=1, max_seq_len=16, limits_per_request=True, search_dtype=torch.int8
+    )
+    decoder.submit(Request(prompt=[1, 2], max_new_tokens=4, tolerance=1e-3, max_iterations=90))
+    assert all(new.residual <= 1e-3 for new in decoder.run())
+
+
+def test_bad_options_are_refused(tiny_model):
+    model = tiny_model("mamba2")
+    with pytest.raises(ValueError, match=r"search_dtype is torch.float16; choose torch.int8"):
+        decode(model, search_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"search_dtype .* max_in_flight 4"):
+        decode(model, search_dtype=torch.int8, max_in_flight=4)
+
+
+def test_models_without_kernels_are_searched_in_full_precision_with_the_reason(tiny_model, caplog):
+    quantized._report_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            decoder, made = decode(
+                tiny_model("mamba2"), PROMPTS[:1], moving_average=0.5, search_dtype=torch.int8
+            )
+    assert decoder.quantized is None
+    assert len(made[0]) == 6
+    messages = [record.message for record in caplog.records if "8 bits" in record.message]
+    assert len(messages) == 1
+    assert "full precision" in messages[0]
+
+
+def test_rounding_is_that_of_one_scale_per_output():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    codes, scales = eight_bits(weight)
+    assert codes.dtype == torch.int8
+    assert float((codes * scales[:, None] - weight).abs().max()) <= float(scales.max()) / 2 * 1.001
