@@ -12,10 +12,11 @@ are skipped. The inputs of the convolution are in bfloat16. ``floor_ms`` is the 
 states once at the GPU's copy bandwidth, which is measured first.
 
 Modes: ``fused``, kernels for single tokens, captured as a graph; ``graphs``, the layers, captured;
-``launched``, the layers in eager mode. With several tokens in flight per row (``--in-flight``) a call is one
-of the wavefront, the choice of tokens included, with a tolerance that no search reaches. The published
-implementation takes 86.7 ms (mamba2_1.3b) and 52.2 ms (llama_1.3b) per iteration for one sequence, in
-float32, on an H100.
+``launched``, the layers in eager mode; ``int8``, as ``fused``, with weights in 8 bits in the first half of
+the iterations of each token (``replay_ms`` is such a call). With several tokens in flight per row
+(``--in-flight``) a call is one of the wavefront, the choice of tokens included, with a tolerance that no
+search reaches. The published implementation takes 86.7 ms (mamba2_1.3b) and 52.2 ms (llama_1.3b) per
+iteration for one sequence, in float32, on an H100.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.search.options import SearchOptions
 
 PUBLISHED = {"mamba2_130m": 41.8, "llama_130m": 20.6, "mamba2_1.3b": 86.7, "llama_1.3b": 52.2}
-MODES = ("fused", "graphs", "launched")
+MODES = ("fused", "graphs", "launched", "int8")
 STATES = {"mamba2": ("float32", "bfloat16"), "llama": ("bfloat16", "int8")}
 
 
@@ -132,11 +133,12 @@ def measure(
             graphs=mode != "launched",
             state_dtype=getattr(torch, state),
             max_in_flight=in_flight,
+            search_dtype=torch.int8 if mode == "int8" else None,
         )
     batch = decoder.batch
     if mode == "graphs":
         batch.fused = None
-    if on_gpu and mode == "fused" and batch.fused is None:
+    if on_gpu and mode in ("fused", "int8") and batch.fused is None:
         raise RuntimeError("this model has no fused kernels")
     batch.options = SearchOptions(max_iterations=1)  # prompts are not measured
     generator = torch.Generator().manual_seed(0)
@@ -170,7 +172,10 @@ def measure(
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(count):
-            batch.step(rows)
+            if decoder.quantized is None:
+                batch.step(rows)
+            else:
+                decoder.quantized.step(rows)
         end.record()
         torch.cuda.synchronize()
         found["replay_ms"] = round(begin.elapsed_time(end) / count, 3)

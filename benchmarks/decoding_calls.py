@@ -1,4 +1,4 @@
-"""Sequential beside wavefront decoding: calls per token, tokens per second of a user, and equal texts.
+"""Sequential decoding beside others: calls per token, tokens per second of a user, and equal texts.
 
     python benchmarks/decoding_calls.py runs/books_5m runs/books_5m_mamba2 --prompts 100
     python benchmarks/decoding_calls.py --tiny              # random weights: check that it runs
@@ -8,8 +8,12 @@ Each is continued by ``--tokens`` tokens, for each tolerance, greedily and sampl
 that are decoded one by one (``--timed`` of them, which are timed: tokens per second of one user); texts of
 all prompts are compared. Where two texts part, the program prints the margin in the logits of the sequential
 text between its token and the next best, noise included when sampling: a margin below the error of the
-solution is a near tie. A call is one call of the core on the tokens in flight; sequential decoding commits a
-token with a further call.
+solution is a near tie. ``logits_error`` is the mean over tokens of the largest error of a logit, compared
+with sequential decoding at a hundredth of the tolerance, up to the token where the texts part.
+
+Modes: *wavefront*, ``--in-flight`` tokens; *int8*, sequential, with searches that begin with weights in 8
+bits. A call is one call of the core on the tokens in flight; sequential decoding commits a token with a
+further call.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request, Sampl
 from implicit_blocks.decoding.sampling import noise_keys
 from implicit_blocks.ops.noise import gumbel_at
 
+MODES = ("sequential", "wavefront", "int8")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -41,6 +47,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="new tokens per text")
     parser.add_argument("--tolerances", nargs="+", type=float, default=[1e-2, 1e-3])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="sequential comes first"
+    )
     parser.add_argument("--in-flight", type=int, default=8, help="tokens in flight per text")
     parser.add_argument("--rows", type=int, default=4, help="texts decoded together, to compare")
     parser.add_argument("--max-iterations", type=int, default=200)
@@ -97,8 +106,13 @@ def measure(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     texts = {}
-    for mode, in_flight in (("sequential", 1), ("wavefront", arguments.in_flight)):
-        decoder = decoder_of(model, 1, in_flight, tolerance, arguments)
+    tight = decoder_of(model, arguments.rows, 1, None, tolerance / 100, arguments)
+    numbers = list(range(len(prompts)))
+    exact = decoded(tight, prompts, numbers, temperature, arguments)
+    for mode in dict.fromkeys(("sequential", *arguments.modes)):
+        in_flight = arguments.in_flight if mode == "wavefront" else 1
+        search_dtype = torch.int8 if mode == "int8" else None
+        decoder = decoder_of(model, 1, in_flight, search_dtype, tolerance, arguments)
         decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
         before, start = decoder.calls, time.perf_counter()
         timed = prompts[: arguments.timed]
@@ -106,8 +120,8 @@ def measure(
         synchronize(arguments.device)
         seconds = time.perf_counter() - start
         tokens, statistics = len(timed) * (arguments.tokens - 1), decoder.statistics
-        numbers = list(range(len(prompts)))
-        together = decoder_of(model, arguments.rows, in_flight, tolerance, arguments)
+        rows = 1 if mode == "int8" else arguments.rows  # kernels for 8 bits serve one or two rows
+        together = decoder_of(model, rows, in_flight, search_dtype, tolerance, arguments)
         texts[mode] = decoded(together, prompts, numbers, temperature, arguments)
         found[mode] = {
             "calls_per_token": round((decoder.calls - before) / tokens, 2),
@@ -115,11 +129,26 @@ def measure(
             "tokens_in_flight": round(statistics.tokens_in_flight, 2),
             "restarts_per_token": round(statistics.restarts / (tokens + arguments.tokens - 1), 2),
             "converged": round(_share(texts[mode]), 4),
+            "logits_error": error_of(texts[mode], exact),
         }
-    found["equal_texts"], found["near_ties"] = compare(
-        texts["sequential"], texts["wavefront"], temperature, arguments
-    )
+        if decoder.quantized is not None:
+            found[mode]["calls_in_8_bits"] = round(decoder.quantized.calls / decoder.calls, 2)
+        if mode != "sequential":
+            found[mode]["equal_texts"], found[mode]["parted"] = compare(
+                texts["sequential"], texts[mode], temperature
+            )
     return found
+
+
+def error_of(texts: list[list[NewToken]], exact: list[list[NewToken]]) -> float:
+    """Return the mean over tokens of the largest error of a logit."""
+    errors = []
+    for news, olds in zip(texts, exact, strict=True):
+        for new, old in zip(news, olds, strict=True):
+            if new.token != old.token:
+                break
+            errors.append(float((new.logits - old.logits).abs().max()))
+    return round(sum(errors) / max(1, len(errors)), 6)
 
 
 def _share(texts: list[list[NewToken]]) -> float:
@@ -128,7 +157,12 @@ def _share(texts: list[list[NewToken]]) -> float:
 
 
 def decoder_of(
-    model: Any, rows: int, in_flight: int, tolerance: float, arguments: argparse.Namespace
+    model: Any,
+    rows: int,
+    in_flight: int,
+    search_dtype: torch.dtype | None,
+    tolerance: float,
+    arguments: argparse.Namespace,
 ) -> ContinuousDecoder:
     """Return a decoder of at most ``rows`` texts at a time."""
     return ContinuousDecoder(
@@ -137,6 +171,7 @@ def decoder_of(
         buckets=[rows],
         max_seq_len=arguments.context + arguments.tokens,
         max_in_flight=in_flight,
+        search_dtype=search_dtype,
         tolerance=tolerance,
         max_iterations=arguments.max_iterations,
     )
@@ -167,13 +202,12 @@ def synchronize(device: str) -> None:
 
 def compare(
     sequential: list[list[NewToken]],
-    wavefront: list[list[NewToken]],
+    others: list[list[NewToken]],
     temperature: float,
-    arguments: argparse.Namespace,
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return how many texts are equal, and where the others part."""
     parted = []
-    for seed, (olds, news) in enumerate(zip(sequential, wavefront, strict=True)):
+    for seed, (olds, news) in enumerate(zip(sequential, others, strict=True)):
         for number, (old, new) in enumerate(zip(olds, news, strict=True)):
             if old.token == new.token:
                 continue
@@ -194,15 +228,16 @@ def compare(
 def table(rows: list[dict[str, Any]]) -> None:
     described = machine()
     print(f"\n{described.get('gpu', described['cpu'])}, torch {described['torch']}, {described['date']}")
-    print(
-        "| model | tolerance | temperature | decoding | calls per token | tokens/s | in flight | restarts |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    titles = ("calls per token", "tokens/s", "in flight", "restarts", "converged", "logits error")
+    print(f"| model | tolerance | temperature | decoding | {' | '.join(titles)} | equal texts |")
+    print(f"| {' | '.join(['---'] * 11)} |")
     for row in rows:
-        for mode in ("sequential", "wavefront"):
+        for mode in (mode for mode in MODES if mode in row):
             cells = (row["model"], row["tolerance"], row["temperature"], mode)
-            print("| " + " | ".join(map(str, (*cells, *list(row[mode].values())[:4]))) + " |")
-        print(f"equal texts: {row['equal_texts']}; near ties: {row['near_ties']}")
+            numbers = (*list(row[mode].values())[:6], row[mode].get("equal_texts", ""))
+            print("| " + " | ".join(map(str, (*cells, *numbers))) + " |")
+            for each in row[mode].get("parted", ()):
+                print(f"  parted: {each}")
 
 
 if __name__ == "__main__":
