@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import sync_playwright
 
+from implicit_blocks.decoding.slots.continuous import ContinuousDecoder
 from implicit_blocks.serving.language import Numbers
 from trainer.data.notation import notation
 
@@ -97,7 +99,19 @@ def test_tokens_stream_in_and_have_the_iterations_of_the_api(open_page, server):
     assert "8 tokens" in page.text_content("#status")
 
 
-def test_tokens_appear_one_after_the_other(open_page):
+@pytest.fixture
+def slow_tokens(monkeypatch):
+    """Let the decoder take 10 ms more per iteration, so that the page is observed while a text is made."""
+    step = ContinuousDecoder.step
+
+    def slow(decoder):
+        time.sleep(0.01)
+        return step(decoder)
+
+    monkeypatch.setattr(ContinuousDecoder, "step", slow)
+
+
+def test_tokens_appear_one_after_the_other(open_page, slow_tokens):
     page = open_page()
     page.fill("#prompt", "Hello")
     slide(page, "count", 24)
@@ -246,7 +260,7 @@ FIRST_TOKEN = """async () => {
 }"""
 
 
-def test_stop_ends_the_text_on_the_server(open_page, server):
+def test_stop_ends_the_text_on_the_server(open_page, server, slow_tokens):
     page = open_page()
     slide(page, "count", 80)
     page.fill("#prompt", "Hello")

@@ -130,9 +130,7 @@ class ContinuousDecoder:
         halves = {-(-max_batch_size // (1 << times)) for times in range(max_batch_size.bit_length() + 1)}
         sizes = halves if buckets is None else {*buckets, max_batch_size}
         if not all(1 <= size <= max_batch_size for size in sizes):
-            raise ValueError(
-                f"buckets are {sorted(sizes)}; choose sizes from 1 to the {max_batch_size} slots"
-            )
+            raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to {max_batch_size} (slots)")
         check_prefill(prefill_chunk, prefix_cache_bytes, window_length)
         self.model, self.max_seq_len, self.buckets = model, max_seq_len, sorted(sizes)
         self.window_length = window_length
