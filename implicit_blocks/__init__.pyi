@@ -51,6 +51,7 @@ from implicit_blocks.registry.hooks import hookimpl as hookimpl
 from implicit_blocks.scalings import *  # noqa: F403 - all that it registers
 from implicit_blocks.scalings.scaling import Scaling as Scaling
 from implicit_blocks.search.convergence_watch import ConvergenceWarning as ConvergenceWarning
+from implicit_blocks.search.iteration_budget import IterationBudget as IterationBudget
 from implicit_blocks.search.loops import LoopCounts as LoopCounts
 from implicit_blocks.search.search import Search as Search
 from implicit_blocks.search.search import solve_fixed_point as solve_fixed_point

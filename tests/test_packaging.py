@@ -64,6 +64,7 @@ PUBLIC_NAMES = [
     "Injection",
     "InjectionSpec",
     "Iterate",
+    "IterationBudget",
     "JacobianPenalty",
     "JacobianPenaltySpec",
     "LMOutput",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.evaluation.scores import EvalTask, Scores
 
 PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
-_SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "precision")
+_SETTINGS = ("limit", "batch_size", "tolerance", "mean_iterations", "max_length", "padding", "precision")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--tolerance", type=float, metavar="X", help="tolerance of the search (default: the spec's)"
+    )
+    made.add_argument(
+        "--mean-iterations",
+        type=float,
+        metavar="N",
+        help="with --tokens: adjust the tolerance so that sequences take N iterations on average",
     )
     made.add_argument(
         "--max-length",
@@ -209,6 +215,7 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
         logging.ERROR
     )  # lm-eval warns about models that are already initialized
 
+    from implicit_blocks.search.iteration_budget import IterationBudget
     from implicit_blocks.search.options import SearchOptions
     from implicit_blocks.specs import Stopping
     from trainer.data.manifest import TRAIN
@@ -216,9 +223,14 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     from trainer.evaluation.eval_model import find_eval_model
 
     eval_model = find_eval_model(options.checkpoint, spec=options.spec)
-    if not eval_model.implicit and (options.self_iterations or options.tolerance is not None):
-        given = "--self-iterations" if options.self_iterations else "--tolerance"
+    asked = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
+    if not eval_model.implicit and any(value is not None for value in asked.values()):
+        given = next(f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None)
         raise ValueError(f"{eval_model.name} does not search for fixed points; omit {given}")
+    if options.mean_iterations is not None:
+        IterationBudget(options.mean_iterations, **_given(tolerance=options.tolerance))
+        if options.mean_iterations >= min(options.self_iterations or [options.mean_iterations + 1]):
+            raise ValueError("--mean-iterations must be below every limit of --self-iterations")
     if options.tolerance is not None:
         SearchOptions(tolerance=options.tolerance).stopping(Stopping())
     output: Path | None = options.output
@@ -252,6 +264,8 @@ def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
     ):
         if given and not tasks:
             raise ValueError(f"{option} applies to tasks, but only --tokens is given; omit it")
+    if options.mean_iterations is not None and (tasks or options.tokens is None):
+        raise ValueError("--mean-iterations applies to --tokens alone; omit it, or the tasks")
     for option, values in (("--lengths", options.lengths), ("--self-iterations", options.self_iterations)):
         for value in values or ():
             if (times := values.count(value)) > 1:
@@ -374,7 +388,7 @@ def _evaluate_all(
     from trainer.evaluation.evaluate import evaluate
 
     budgets: Sequence[int | None] = options.self_iterations or (None,)
-    search = {} if options.tolerance is None else {"tolerance": options.tolerance}
+    search = _given(tolerance=options.tolerance)
     if lm is not None:
         from trainer.evaluation.scores import run_tasks
 
@@ -398,10 +412,15 @@ def _evaluate_all(
             batch_size=options.batch_size,
             last_tokens=1,
             search=search if budget is None else {**search, "max_iterations": budget},
+            mean_iterations=options.mean_iterations,
             announce=_log,
             ranks=job.ranks,
             on_result=lengths.append,
         )
+
+
+def _given(**values: float | None) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _fitting_sets(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.search.iteration_budget import IterationBudget
 from trainer.data.source import Batch, EvaluationSet
 from trainer.distributed import Ranks
 from trainer.reporting.metrics import rounded
@@ -90,6 +91,7 @@ def evaluate(
     last_tokens: int,
     window_length: int | None = None,
     search: Mapping[str, float] | None = None,
+    mean_iterations: float | None = None,
     announce: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     equal_calls: bool = False,
@@ -101,12 +103,16 @@ def evaluate(
     Each rank evaluates its share of a set, and all ranks receive the combined result. With ``equal_calls``
     all ranks call the model equally often, for models that communicate in their forward pass. ``batch_size``
     is that of the shortest set and is reduced in proportion for longer ones. ``search`` contains search
-    options of the model, ``max_iterations`` and ``tolerance``. ``stop`` is called before every batch, equally
+    options of the model, ``max_iterations`` and ``tolerance``. ``mean_iterations`` adjusts the tolerance from
+    batch to batch, on each rank for its share and anew for each set, so that sequences have this mean number
+    of iterations (`implicit_blocks.IterationBudget`); the tolerance begins at that of ``search``, or 0.05.
+    ``stop`` is called before every batch, equally
     often on all ranks, and must return the same value on all of them. ``on_result`` is called with each set's
     result when it is available.
 
     Raises:
         EvaluationStopped: ``stop`` returned True.
+        ValueError: ``mean_iterations`` is below 1.
 
     """
     sets = list(sets)
@@ -119,6 +125,7 @@ def evaluate(
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
             sums = _Sums(evaluation_set.length)
+            budget = None if mean_iterations is None else _budget(mean_iterations, search)
             at_once = max(1, tokens_at_once // evaluation_set.length)
             for shared, counts in _share(evaluation_set, at_once, ranks, equal_calls=equal_calls):
                 if stop is not None and stop():
@@ -134,8 +141,11 @@ def evaluate(
                         return_logits=False,
                         window_length=window_length,
                         **(search or {}),
+                        **({} if budget is None else {"tolerance": budget.tolerance}),
                         **batch.context(),
                     )
+                if budget is not None:
+                    budget.record(output.solution)
                 if counts:
                     sums.take(output, batch.labels)
             results.append(sums.result(evaluation_set, ranks, last_tokens=last_tokens))
@@ -143,6 +153,11 @@ def evaluate(
         return results
     finally:
         model.train(was_training)
+
+
+def _budget(mean_iterations: float, search: Mapping[str, float] | None) -> IterationBudget:
+    tolerance = (search or {}).get("tolerance")
+    return IterationBudget(mean_iterations, **({} if tolerance is None else {"tolerance": tolerance}))
 
 
 class _Sums:

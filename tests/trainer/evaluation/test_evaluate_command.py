@@ -483,3 +483,18 @@ def test_a_run_refuses_benchmarks_that_do_not_fit_before_it_begins(
     with pytest.raises(CallbackError, match="a continuation has"):
         build(spec, output=tmp_path / "run", device="cpu").train()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_mean_number_of_iterations_is_kept_for_token_files(run_folder, benchmarks, tmp_path, refused):
+    write_tokens(tmp_path / "text.bin", np.arange(2000) % 257, vocab_size=257)
+    given = ["--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--lengths", 16, "--limit", 100]
+    output = tmp_path / "out"
+    asked = [*given, "--mean-iterations", 5, "--batch-size", 4, "--device", "cpu"]
+    assert evaluate(*asked, "--output", output) == 0
+    assert results(output)["lengths"][0]["iterations"] == pytest.approx(5.0, rel=0.05)
+    for wrong, named in (
+        (["--mean-iterations", 0.5], "at least 1"),
+        (["--mean-iterations", 8, "--self-iterations", 8], "below every limit"),
+        (["--mean-iterations", 8, "--tasks", "piqa", "--data", benchmarks], "--tokens alone"),
+    ):
+        assert named in refused(*given, *wrong)
