@@ -41,8 +41,6 @@ PUBLIC_NAMES = [
     "AttentionSpec",
     "Broyden",
     "BroydenSpec",
-    "Chebyshev",
-    "ChebyshevSpec",
     "ComponentSpec",
     "ConvergenceWarning",
     "Depth",

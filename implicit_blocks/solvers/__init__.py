@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from implicit_blocks.solvers.anderson import Anderson as Anderson
     from implicit_blocks.solvers.attractor_anderson import AttractorAnderson as AttractorAnderson
     from implicit_blocks.solvers.broyden import Broyden as Broyden
-    from implicit_blocks.solvers.chebyshev import Chebyshev as Chebyshev
     from implicit_blocks.solvers.patient_picard import PatientPicard as PatientPicard
     from implicit_blocks.solvers.picard import Picard as Picard
 
@@ -30,7 +29,6 @@ def register_components(add: Add) -> None:
     """Register the built-in solvers."""
     add("solver", PicardSpec, "implicit_blocks.solvers.picard:Picard.from_spec")
     add("solver", PatientPicardSpec, "implicit_blocks.solvers.patient_picard:PatientPicard.from_spec")
-    add("solver", ChebyshevSpec, "implicit_blocks.solvers.chebyshev:Chebyshev.from_spec")
     add("solver", AndersonSpec, "implicit_blocks.solvers.anderson:Anderson.from_spec")
     add("solver", BroydenSpec, "implicit_blocks.solvers.broyden:Broyden.from_spec")
     add(
@@ -71,28 +69,6 @@ class PatientPicardSpec(SolverSpec):
         if self.min_damping > self.damping:
             message = f"min_damping must not exceed damping, which is {self.damping}"
             raise field_error(message, "min_damping", value=self.min_damping)
-        return self
-
-
-class ChebyshevSpec(SolverSpec):
-    """Picard iteration with a cycle of dampings, for maps with eigenvalues near -1 and near 1."""
-
-    differentiable: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
-
-    kind: Literal["chebyshev"] = "chebyshev"
-    lowest: float = -0.95
-    """Smallest real eigenvalue of the map's Jacobian."""
-    highest: Annotated[float, Field(lt=1)] = 0.8
-    """Largest real eigenvalue of the map's Jacobian."""
-    cycle: Annotated[int, Field(ge=1, le=16)] = 2
-    """Number of dampings; longer cycles converge faster, with larger steps in between."""
-
-    @model_validator(mode="after")
-    def _rises(self) -> Self:
-        if self.lowest >= self.highest:
-            message = f"lowest must be below highest, which is {self.highest}"
-            raise field_error(message, "lowest", value=self.lowest)
         return self
 
 

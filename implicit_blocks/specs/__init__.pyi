@@ -21,7 +21,6 @@ from implicit_blocks.models.specs import StoppingOverrides as StoppingOverrides
 from implicit_blocks.models.specs import SwiGLUSpec as SwiGLUSpec
 from implicit_blocks.solvers import AndersonSpec as AndersonSpec
 from implicit_blocks.solvers import BroydenSpec as BroydenSpec
-from implicit_blocks.solvers import ChebyshevSpec as ChebyshevSpec
 from implicit_blocks.solvers import PatientPicardSpec as PatientPicardSpec
 from implicit_blocks.solvers import PicardSpec as PicardSpec
 from implicit_blocks.specs.base import ComponentSpec as ComponentSpec

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from implicit_blocks.models.implicit import ImplicitLM
-from implicit_blocks.solvers import AndersonSpec, BroydenSpec, ChebyshevSpec, PicardSpec
+from implicit_blocks.solvers import AndersonSpec, PicardSpec
 from implicit_blocks.specs import SolverSpec
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.data.token_folder import open_tokens
@@ -44,10 +44,6 @@ SOLVERS: dict[str, SolverSpec] = {
     "picard 0.65": PicardSpec(damping=0.65),
     "picard 0.5": PicardSpec(damping=0.5),
     "anderson": AndersonSpec(),
-    "anderson 2": AndersonSpec(memory=2),
-    "broyden 5": BroydenSpec(memory=5),
-    "chebyshev 2": ChebyshevSpec(cycle=2),
-    "chebyshev 3": ChebyshevSpec(cycle=3),
 }
 """Solvers of the searches, by name."""
 
