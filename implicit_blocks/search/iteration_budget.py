@@ -1,9 +1,8 @@
 """A budget of iterations: the tolerance that keeps the mean number of iterations at a target.
 
 The residual of a search falls by about the same factor in each iteration, so that the number of iterations is
-about proportional to the logarithm of the tolerance. The controller multiplies that logarithm by the wanted
-over the measured number, or by a root of it where models react more strongly: the exponent halves whenever a
-call was corrected too far.
+about proportional to the logarithm of the tolerance. The controller multiplies that logarithm by a power of
+the wanted over the measured number, whose exponent halves whenever a call was corrected too far.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class IterationBudget:
             budget.record(output.solution)
 
     The mean is over sequences; with scope ``prefix`` a sequence has the iterations of its slowest token. The
-    same calls give the same tolerances. The target is not reached if it exceeds the limit on iterations, or
-    is below what the loosest tolerance, 0.9, takes; ``mean`` says what was.
+    same calls give the same tolerances. A target above the limit on iterations, or below what the loosest
+    tolerance takes, is not reached; ``mean`` says what was.
 
     Args:
         mean_iterations: the target, at least 1; it should be well below ``max_iterations``.
@@ -54,19 +53,17 @@ class IterationBudget:
         """The tolerance for the next call."""
         self._sum, self._sequences = 0, 0
         self._gain, self._above = 1.0, False
-        """Exponent of a correction, and whether the latest call took more iterations than wanted."""
 
     @property
     def mean(self) -> float:
-        """The mean number of iterations of the sequences so far; NaN before the first call."""
+        """The mean so far; NaN before the first call."""
         return self._sum / self._sequences if self._sequences else math.nan
 
     def record(self, solution: Solution) -> None:
         """Count the iterations of a call, and choose the tolerance for the next one; waits for the device."""
-        count = solution.iterations.numel()
+        own, count = int(solution.iterations.sum()), solution.iterations.numel()
         if not count:
             return
-        own = int(solution.iterations.sum())
         self._sum, self._sequences = self._sum + own, self._sequences + count
         owed = (self.target * self._sequences - self._sum) / (CALLS * count)
         wanted = min(max(self.target + owed, self.target / 2), 2 * self.target)

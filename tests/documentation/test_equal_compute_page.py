@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 
 from trainer.experiments.equal_compute.compare import require_same_text
-from trainer.experiments.equal_compute.tables import (
-    at_fixed_point,
-    by_recipe,
-    difference_of_runs,
-    runs_table,
-    seeds_table,
-)
+from trainer.experiments.equal_compute.tables import at_fixed_point, runs_table
 
 ROOT = Path(__file__).resolve().parents[2]
+SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
 PAGE = " ".join((ROOT / "docs" / "equal_compute.md").read_text(encoding="utf-8").split())
 
 
@@ -42,7 +37,9 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def several_seeds(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
     found = {
-        recipe.side + recipe.shape[:3]: rows for recipe, rows in by_recipe(runs).items() if len(rows) > 1
+        recipe.side + recipe.shape[:3]: rows
+        for recipe, rows in SEEDS["by_recipe"](runs).items()
+        if len(rows) > 1
     }
     assert {"explicit8 l", "implicit1-2"} <= set(found) or {"explicit8 l", "implicit2-4"} <= set(found)
     return found
@@ -54,7 +51,7 @@ def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_the_tables_of_seeds_are_those_of_the_result_files(name: str) -> None:
-    assert " ".join(seeds_table(read(name)).split()) in PAGE
+    assert " ".join(SEEDS["seeds_table"](read(name)).split()) in PAGE
 
 
 def test_the_table_of_the_choice_is_that_of_the_result_file(runs: list[dict[str, Any]]) -> None:
@@ -63,17 +60,18 @@ def test_the_table_of_the_choice_is_that_of_the_result_file(runs: list[dict[str,
 
 def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any) -> None:
     llama, mamba2 = seeds["llama"], seeds["mamba2"]
-    equal = difference_of_runs(llama["implicit1-2"], llama["explicit4 l"])
+    equal = SEEDS["difference_of_runs"](llama["implicit1-2"], llama["explicit4 l"])
     low, high = (percent(-end, sign=False) for end in reversed(equal["interval"]))
     assert equal["below_with_every_seed"]
     assert f"{percent(-equal['difference'], sign=False)} % below.** Every seed" in PAGE
     assert f"95 % interval: {low} to {high} %)" in PAGE
-    free = difference_of_runs(llama["implicit1-2"], llama["explicit8 l"])
+    free = SEEDS["difference_of_runs"](llama["implicit1-2"], llama["explicit8 l"])
     low, high = map(percent, free["interval"])
     assert f"it is {percent(-free['difference'], sign=False)} % below, which is not certain" in PAGE
     assert f"interval of the difference is {low} to {high} %" in PAGE
     small, large = (
-        difference_of_runs(mamba2["implicit2-4"], mamba2[f"explicit{size}"]) for size in ("8 l", "12 ")
+        SEEDS["difference_of_runs"](mamba2["implicit2-4"], mamba2[f"explicit{size}"])
+        for size in ("8 l", "12 ")
     )
     low, high = map(percent, small["interval"])
     level = f"is {percent(small['difference'], sign=False)} % above the explicit one ({low} to {high} %)"

@@ -228,7 +228,8 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
         given = next(f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None)
         raise ValueError(f"{eval_model.name} does not search for fixed points; omit {given}")
     if options.mean_iterations is not None:
-        IterationBudget(options.mean_iterations, **_given(tolerance=options.tolerance))
+        first = 0.05 if options.tolerance is None else options.tolerance
+        IterationBudget(options.mean_iterations, tolerance=first)
         if options.mean_iterations >= min(options.self_iterations or [options.mean_iterations + 1]):
             raise ValueError("--mean-iterations must be below every limit of --self-iterations")
     if options.tolerance is not None:
@@ -388,7 +389,7 @@ def _evaluate_all(
     from trainer.evaluation.evaluate import evaluate
 
     budgets: Sequence[int | None] = options.self_iterations or (None,)
-    search = _given(tolerance=options.tolerance)
+    search = {} if options.tolerance is None else {"tolerance": options.tolerance}
     if lm is not None:
         from trainer.evaluation.scores import run_tasks
 
@@ -417,10 +418,6 @@ def _evaluate_all(
             ranks=job.ranks,
             on_result=lengths.append,
         )
-
-
-def _given(**values: float | None) -> dict[str, float]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _fitting_sets(

@@ -125,7 +125,8 @@ def evaluate(
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
             sums = _Sums(evaluation_set.length)
-            budget = None if mean_iterations is None else _budget(mean_iterations, search)
+            first = (search or {}).get("tolerance", 0.05)
+            budget = None if mean_iterations is None else IterationBudget(mean_iterations, tolerance=first)
             at_once = max(1, tokens_at_once // evaluation_set.length)
             for shared, counts in _share(evaluation_set, at_once, ranks, equal_calls=equal_calls):
                 if stop is not None and stop():
@@ -153,11 +154,6 @@ def evaluate(
         return results
     finally:
         model.train(was_training)
-
-
-def _budget(mean_iterations: float, search: Mapping[str, float] | None) -> IterationBudget:
-    tolerance = (search or {}).get("tolerance")
-    return IterationBudget(mean_iterations, **({} if tolerance is None else {"tolerance": tolerance}))
 
 
 class _Sums:

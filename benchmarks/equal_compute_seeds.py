@@ -1,0 +1,76 @@
+"""Tables of runs with several seeds (`equal_compute_gpu.py`), and their differences: docs/equal_compute.md.
+
+python benchmarks/equal_compute_seeds.py benchmarks/results/equal_compute_llama.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.experiments.equal_compute.compare import difference_of_losses, recipe_of
+from trainer.experiments.equal_compute.recipes import Recipe
+
+SEEDS_HEAD = (
+    "model", "parameters", "learning rate", "weight decay", "share", "PFLOP", "choice",
+    "report, one per seed", "report", "8 times the length",
+)  # fmt: skip
+
+
+def seeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return recipes with their seeds as a Markdown table, the lowest mean on the text of the choice first.
+
+    Means are those of the losses, exponentiated. The last column is the perplexity at 8 times the training
+    length over that of the same text at the training length.
+    """
+    recipes = sorted(by_recipe(runs).values(), key=lambda rows: mean_perplexity(rows, "choice"))
+    lines = [SEEDS_HEAD, ("---",) * len(SEEDS_HEAD), *map(_seeds, recipes)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def by_recipe(runs: Sequence[Mapping[str, Any]]) -> dict[Recipe, list[Mapping[str, Any]]]:
+    """Return the runs that ended well by their recipe, with seed 0 in its place; in the order of seeds."""
+    found: dict[Recipe, list[Mapping[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["recipe"]["seed"]):
+        if run["report"] is not None:
+            found.setdefault(recipe_of(run).with_seed(0), []).append(run)
+    return found
+
+
+def mean_perplexity(runs: Sequence[Mapping[str, Any]], on: str = "report") -> float:
+    """Return the perplexity of the mean loss of runs."""
+    return math.exp(statistics.fmean(math.log(run[on]) for run in runs))
+
+
+def difference_of_runs(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the difference of short rows of two recipes, as `compare.difference` does of whole results."""
+    return difference_of_losses(*([math.log(run["report"]) for run in runs] for runs in (ours, theirs)))
+
+
+def _seeds(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    first, recipe = runs[0], runs[0]["recipe"]
+    long = [run["lengths"] for run in runs if run["lengths"]]
+    ratio = statistics.fmean(whole["perplexity"] / cut["perplexity"] for whole, cut in long) if long else None
+    return (
+        f"{first['side']}, {first['shape']}",
+        f"{first['parameters'] / 1e6:.1f} M",
+        f"{recipe['learning_rate']:g}",
+        f"{recipe['weight_decay']:g}",
+        f"{recipe['share']:g}",
+        f"{first['flops'] / 1e15:.2f}",
+        f"{mean_perplexity(runs, 'choice'):.2f}",
+        " ".join(f"{run['report']:.2f}" for run in runs),
+        f"{mean_perplexity(runs):.2f}",
+        "" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    print(seeds_table([run for name in sys.argv[1:] for run in json.loads(Path(name).read_text())["runs"]]))
