@@ -34,9 +34,7 @@ from trainer.reporting.display import counted
 if TYPE_CHECKING:
     import torch
 
-    from trainer.data.chat import ChatData
     from trainer.data.source import EvaluationSet
-    from trainer.data.tokens import TokenData
     from trainer.distributed import Ranks
     from trainer.evaluation.eval_model import EvalModel
     from trainer.evaluation.evaluate import EvaluationResult
@@ -221,6 +219,7 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     from trainer.data.manifest import TRAIN
     from trainer.data.token_folder import split_folder, validation_folder
     from trainer.evaluation.eval_model import find_eval_model
+    from trainer.evaluation.token_sets import token_sets
 
     eval_model = find_eval_model(options.checkpoint, spec=options.spec)
     asked = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
@@ -250,7 +249,7 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
         tokenizer=_tokenizer(options.tokenizer, eval_model) if specs else None,
         tasks=build_tasks(specs, data=options.data),
         tokens=tokens,
-        sets=_token_sets(tokens, options, eval_model),
+        sets=token_sets(tokens, eval_model, lengths=options.lengths, limit=options.limit),
     )
 
 
@@ -452,52 +451,6 @@ def _tokenizer(path: Path | None, eval_model: EvalModel) -> Any:
     if eval_model.rows is not None:
         check_tokenizer_fits(tokenizer, eval_model.rows, name=source)
     return tokenizer
-
-
-def _token_sets(
-    tokens: Path | None, options: argparse.Namespace, eval_model: EvalModel
-) -> list[EvaluationSet]:
-    if tokens is None:
-        if options.lengths:
-            raise ValueError("--lengths requires --tokens")
-        return []
-    from trainer.data.source import EvaluationSet
-
-    lengths = options.lengths or [eval_model.length * factor for factor in (1, 2, 4, 8)]
-    vocab_size = getattr(eval_model.spec, "vocab_size", None)
-    sets = []
-    for length in lengths:
-        source = _held_out(tokens, length, vocab_size, eval_model)
-        made_by, known = source.files.tokenizer, eval_model.token_identity
-        if made_by is not None and known is not None and made_by != known:
-            raise ValueError(
-                f"the tokens in {source.files.path} were written with a different tokenizer than those that "
-                f"{eval_model.name} was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize "
-                "the text with its own"
-            )
-        count = source.samples if options.limit is None else min(options.limit, source.samples)
-        name = f"L{length} ({count} sequences)"
-        sets.append(EvaluationSet(name=name, source=source, sequences=count))
-    return sets
-
-
-def _held_out(
-    tokens: Path, length: int, vocab_size: int | None, eval_model: EvalModel
-) -> TokenData | ChatData:
-    """Open held-out tokens; of conversations only the answers are scored."""
-    from trainer.data.chat import ChatData
-    from trainer.data.token_folder import open_tokens
-    from trainer.data.tokens import TokenData
-
-    files = open_tokens(tokens)
-    if files.has_targets:
-        return ChatData(tokens, length=length, vocab_size=vocab_size)
-    if eval_model.documents == "reset" and files.documents is None:
-        raise ValueError(
-            f"{eval_model.name} was trained with separate documents (data.documents=reset), but {files.path} "
-            "has no document ends; write the tokens by python -m trainer.tokenize"
-        )
-    return TokenData(tokens, length=length, vocab_size=vocab_size, documents=eval_model.documents)
 
 
 def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
