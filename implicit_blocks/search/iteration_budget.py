@@ -11,8 +11,10 @@ import math
 
 from implicit_blocks.solution import Solution
 
-TIGHTEST, LOOSEST = 1e-6, 0.9
-"""Limits of the tolerance."""
+TIGHTEST = 1e-6
+"""The smallest tolerance."""
+LOOSEST = 0.9
+"""The largest tolerance."""
 LEAST_GAIN = 0.1
 """The smallest exponent of a correction."""
 CALLS = 4

@@ -43,6 +43,7 @@ LIBRARY = {
     "implicit_blocks.search.loops": "Loops",
     "implicit_blocks.search.windowed": "The search in windows",
     "implicit_blocks.search.options": "Search options",
+    "implicit_blocks.search.iteration_budget": "Iteration budgets",
     "implicit_blocks.search.agreement": "Agreement between ranks",
     "implicit_blocks.solvers": "Solvers",
     "implicit_blocks.gradients": "Gradients",
