@@ -15,6 +15,8 @@ TIGHTEST = 1e-6
 """The smallest tolerance."""
 LOOSEST = 0.9
 """The largest tolerance."""
+FIRST = 0.05
+"""The tolerance of the first call, unless another one is given."""
 LEAST_GAIN = 0.1
 """The smallest exponent of a correction."""
 CALLS = 4
@@ -45,7 +47,7 @@ class IterationBudget:
 
     """
 
-    def __init__(self, mean_iterations: float, *, tolerance: float = 0.05) -> None:
+    def __init__(self, mean_iterations: float, *, tolerance: float = FIRST) -> None:
         if not 1 <= mean_iterations < math.inf:
             raise ValueError(f"mean_iterations must be at least 1 and finite, got {mean_iterations!r}")
         if not TIGHTEST <= tolerance <= LOOSEST:

@@ -213,7 +213,7 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
         logging.ERROR
     )  # lm-eval warns about models that are already initialized
 
-    from implicit_blocks.search.iteration_budget import IterationBudget
+    from implicit_blocks.search.iteration_budget import FIRST, IterationBudget
     from implicit_blocks.search.options import SearchOptions
     from implicit_blocks.specs import Stopping
     from trainer.data.manifest import TRAIN
@@ -227,7 +227,7 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
         given = next(f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None)
         raise ValueError(f"{eval_model.name} does not search for fixed points; omit {given}")
     if options.mean_iterations is not None:
-        first = 0.05 if options.tolerance is None else options.tolerance
+        first = FIRST if options.tolerance is None else options.tolerance
         IterationBudget(options.mean_iterations, tolerance=first)
         if options.mean_iterations >= min(options.self_iterations or [options.mean_iterations + 1]):
             raise ValueError("--mean-iterations must be below every limit of --self-iterations")

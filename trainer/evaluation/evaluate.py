@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.search.iteration_budget import IterationBudget
+from implicit_blocks.search.iteration_budget import FIRST, IterationBudget
 from trainer.data.source import Batch, EvaluationSet
 from trainer.distributed import Ranks
 from trainer.reporting.metrics import rounded
@@ -125,7 +125,7 @@ def evaluate(
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
             sums = _Sums(evaluation_set.length)
-            first = (search or {}).get("tolerance", 0.05)
+            first = (search or {}).get("tolerance", FIRST)
             budget = None if mean_iterations is None else IterationBudget(mean_iterations, tolerance=first)
             at_once = max(1, tokens_at_once // evaluation_set.length)
             for shared, counts in _share(evaluation_set, at_once, ranks, equal_calls=equal_calls):
