@@ -41,7 +41,7 @@ PAGE = HERE.parent / "docs" / "results.md"
 BUDGET = 530  # seconds
 LEAST = 10  # seconds: the minimum remaining time to start a program
 CONTEXT_GB = 0.7  # GPU memory of a process without tensors
-SAID = 2000  # characters kept of a failed program's last output
+MAX_LOG_LENGTH = 2000  # characters kept of a failed program's last output
 SHARE = 45  # seconds: minimum limit per program; the limit is three times its share of the rest
 
 # ---------------------------------------------------------------------------------------------- programs
@@ -124,7 +124,7 @@ class Process:
         program = PROGRAMS[name]
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
-        self._rows, self._said, self._card = folder / "rows.json", folder / "said", folder / "card.json"
+        self._rows, self._log, self._card = folder / "rows.json", folder / "log", folder / "card.json"
         script = program.command[0]
         # decoding.py takes the output name without .json
         stem = str(self._rows.with_suffix(""))
@@ -132,7 +132,7 @@ class Process:
         options = [*program.command[1:], *(program.for_trying if tiny else ())]
         self.command = " ".join(["python", f"benchmarks/{script}", *options])
         options += program.for_preparing or () if preparing else ()
-        with self._said.open("w") as log:
+        with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(STARTER), str(self._card), str(HERE / script), *options, *into],
                 stdin=subprocess.PIPE,
@@ -161,12 +161,12 @@ class Process:
         try:
             code = self._process.wait(timeout=limit)
             if code:
-                found["failed"] = f"exit code {code}: {last_line(self._said.read_text(errors='replace'))}"
+                found["failed"] = f"exit code {code}: {last_line(self._log.read_text(errors='replace'))}"
         except subprocess.TimeoutExpired:
             found["failed"] = f"took longer than {limit:.0f} s"
         self._kill()
         if "failed" in found:
-            found["said"] = self._said.read_text(errors="replace")[-SAID:]
+            found["output"] = self._log.read_text(errors="replace")[-MAX_LOG_LENGTH:]
         if self._rows.exists():
             found |= json.loads(self._rows.read_text(encoding="utf-8"))
         found["seconds"] = round(time.monotonic() - began, 1)
@@ -322,7 +322,7 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
         print(f"{name}: {found.get('seconds', 0)} s {', '.join(filter(None, remarks))}", flush=True)
         for row in found.get("rows", []):
             print(f"  {row}", flush=True)
-        for line in found.pop("said", "").splitlines():
+        for line in found.pop("output", "").splitlines():
             print(f"  | {line}", flush=True)
         result = collected(programs, arguments) | {
             "prepared": prepared

@@ -23,7 +23,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     with ExitStack() as stack:
         clear_cublas_workspaces()
         stack.callback(clear_cublas_workspaces)
-        stack.enter_context(forgetting_casts())
+        stack.enter_context(cast_cache_disabled())
         stack.enter_context(gc_disabled())
         stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
         yield
@@ -46,7 +46,7 @@ def gc_disabled() -> Iterator[None]:
 
 
 @contextmanager
-def forgetting_casts() -> Iterator[None]:
+def cast_cache_disabled() -> Iterator[None]:
     """Disable autocast's weight cache, whose entries would outlive the memory that a graph captured them in.
 
     The eager call before a capture must run in this mode too. Compiled code depends on the mode: code
@@ -65,7 +65,7 @@ def clear_cublas_workspaces() -> None:
 
 
 @contextmanager
-def leaves_of_its_own(*modules: nn.Module) -> Iterator[None]:
+def temporary_leaves(*modules: nn.Module) -> Iterator[None]:
     """Replace the modules' parameters by other autograd leaves on the same memory.
 
     A leaf accumulates its gradient in the stream of its first use, which it keeps as long as an autograd

@@ -19,7 +19,7 @@ def chosen_iterates(
 ) -> tuple[int, ...]:
     """Return the iterates of a call, by their number of loops: those given, or all of a fixed number.
 
-    Without either there are none, because a search has as many as it needs.
+    Without either the result is empty, because the iterations of a search are not known in advance.
 
     Raises:
         ValueError: the model keeps one state per loop and the call commits tokens, where no iterates are

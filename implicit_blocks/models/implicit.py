@@ -93,7 +93,7 @@ class ImplicitLM(ModelParts):
                 the mean cross-entropy over the other positions, in nats.
             attention_mask: (B, L), 0 or False at padding, at any position.
             documents: (B, L) int64, non-decreasing: a token does not see tokens of another document.
-            state: the state after the preceding tokens, from an earlier output; None: there are none.
+            state: the state after the preceding tokens, from an earlier output; None: at the beginning.
             return_state: commit the tokens and return the state after them.
             window_length: solve this many tokens at a time, committing them before the next; None solves all
                 tokens together. 1 is the paper's sequential mode, None its simultaneous mode; they agree

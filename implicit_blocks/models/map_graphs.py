@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.buffer_pool import BufferPool
-from implicit_blocks.cuda.capture import capture, forgetting_casts, leaves_of_its_own
+from implicit_blocks.cuda.capture import capture, cast_cache_disabled, temporary_leaves
 from implicit_blocks.models.stack import ONE_CALL, BlockContext, BoundMap, Steps
 from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weights.cache import WeightCache, modules_of
@@ -336,7 +336,7 @@ class _SearchGraph:
         value = self._spare() if free is None else self._values.acquire(free)
         if training not in self._ready:
             self._ready.add(training)
-            with forgetting_casts():
+            with cast_cache_disabled():
                 self._f.compute(point, out=value)
             return
         graph = self._graphs[given, free, training] = self._captured(point, value, pool)
@@ -367,7 +367,7 @@ class _StepGraph:
         self._f, self._steps = f, steps
         self._call: ReferenceType[_Call] | None = None
         try:
-            with leaves_of_its_own(*f.modules):
+            with temporary_leaves(*f.modules):
                 self._capture(pool)
         except RuntimeError as error:
             raise _NotCapturedError from error
@@ -375,7 +375,7 @@ class _StepGraph:
     def _capture(self, pool: Any) -> None:
         f, given = self._f, _inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
-        with forgetting_casts():
+        with cast_cache_disabled():
             # Later steps differ from the first in the gradient of their z: two steps compile everything.
             out = f.compute(self._z, Steps(min(self._steps.calls, 2), self._steps.damping))
             torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)

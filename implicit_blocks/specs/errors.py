@@ -72,7 +72,7 @@ def format_error(error: ValidationError, tree: Any, *, source: str) -> SpecError
 def key_hints(key: str, section: type[BaseModel], given: Mapping[str, Any]) -> list[str]:
     """Return the paths below a section that end in a key: ``optimizer.learning_rate`` for ``learning_rate``.
 
-    If there are none, those that end in our name for it, as for ``lr``.
+    If no path ends in it, those that end in the name used here, as for ``lr``.
 
     Args:
         key: a key that the section does not have.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from implicit_blocks.cuda import capture as capturing
-from implicit_blocks.cuda.capture import leaves_of_its_own
+from implicit_blocks.cuda.capture import temporary_leaves
 
 
 @pytest.fixture
@@ -22,11 +22,11 @@ def module():
     return made
 
 
-def test_leaves_of_its_own_share_memory_and_are_temporary(module):
+def test_temporary_leaves_share_memory_and_are_temporary(module):
     before = list(module.parameters())
     x = torch.randn(4, 3)
     expected = torch.autograd.grad(module(x).square().sum(), before[0])
-    with leaves_of_its_own(module):
+    with temporary_leaves(module):
         inside = list(module.parameters())
         assert [a.data_ptr() for a in inside] == [b.data_ptr() for b in before]
         assert [a.requires_grad for a in inside] == [b.requires_grad for b in before]
@@ -37,9 +37,9 @@ def test_leaves_of_its_own_share_memory_and_are_temporary(module):
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 
 
-def test_leaves_of_its_own_restores_parameters_after_an_error(module):
+def test_temporary_leaves_restores_parameters_after_an_error(module):
     before = list(module.parameters())
-    with pytest.raises(RuntimeError), leaves_of_its_own(module):
+    with pytest.raises(RuntimeError), temporary_leaves(module):
         raise RuntimeError
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 

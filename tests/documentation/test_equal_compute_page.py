@@ -128,6 +128,6 @@ def test_further_seeds_are_those_of_the_recipe_that_the_text_of_the_choice_prefe
     ]
 
 
-def test_a_run_that_ended_early_is_said_in_the_table(runs: list[dict[str, Any]]) -> None:
+def test_the_table_marks_a_run_that_ended_early(runs: list[dict[str, Any]]) -> None:
     early = {**runs[0], "choice": None, "report": None, "fixed_point": None, "trained_loops_few": None}
     assert "| ended early | ended early |" in runs_table([early])

@@ -376,11 +376,11 @@ def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
     z = torch.where(solved[..., None], results.value, z)
     z = torch.where(given_up[..., None], best, z)
     z = torch.where(z.sum(-1, keepdim=True).isfinite(), z, flight.z)
-    told = solved | (done & ~flight.converged)
+    reported = solved | (done & ~flight.converged)
     for place, value in zip(
         results.report,
         (
-            told,
+            reported,
             chosen,
             flight.iterations - (~done).long(),  # without the second call within the tolerance
             torch.where(done, lowest, flight.within),

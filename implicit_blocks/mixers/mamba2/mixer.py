@@ -34,7 +34,7 @@ from implicit_blocks.windows import Window
 
 
 class Mamba2Context(NamedTuple):
-    """Whether the window begins a sequence; its padding and documents, None where there are none.
+    """Whether the window begins a sequence; its padding and documents, or None without them.
 
     No padding may separate two real tokens, including those of the convolution's tail, or divide documents.
     Where it does, the real tokens are moved to the front (``order_BL``) and back (``inverse_BL``); the other

@@ -112,7 +112,7 @@ def test_every_point_of_a_grid_has_its_own_name():
 # ------------------------------------------------------------------------------------------------- grid
 
 
-def test_the_best_value_at_an_edge_is_said_and_the_grid_widened():
+def test_the_best_value_at_an_edge_is_reported_and_the_grid_widened():
     best = replace(BASE, weight_decay=3.0, learning_rate=1e-3)
     assert GRID.edges(best) == ["the lowest learning rate", "the highest weight decay"]
     wider = GRID.widened([best])

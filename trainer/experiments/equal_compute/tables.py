@@ -31,12 +31,12 @@ def in_words(result: Mapping[str, Any] | None) -> str:
     if result is None:
         return "no difference: a side has no finished run that is reported"
     sign = "below" if result["difference"] < 0 else "above"
-    said = f"implicit {abs(result['difference']):.1%} {sign} explicit"
+    difference = f"implicit {abs(result['difference']):.1%} {sign} explicit"
     if result["interval"] is None:
-        return f"{said}; no interval: a side has fewer than 2 seeds"
+        return f"{difference}; no interval: a side has fewer than 2 seeds"
     low, high = result["interval"]
     certain = "" if low <= 0 <= high else "; 0 is outside"
-    return f"{said}, 95 % interval {low:+.1%} to {high:+.1%}{certain}"
+    return f"{difference}, 95 % interval {low:+.1%} to {high:+.1%}{certain}"
 
 
 def _side(name: str, side: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def _by_hard_tokens_near(wrong_BL: Tensor, hard_BL: Tensor) -> list[dict[str, An
     ]
 
 
-def _wrong_steps(source: WordProblemStream, tokens_BL: Tensor, said_BL: Tensor) -> Tensor:
+def _wrong_steps(source: WordProblemStream, tokens_BL: Tensor, predicted_BL: Tensor) -> Tensor:
     """Return where the predicted group element is not the previous prediction times the token's.
 
     The result is (B, L) bool.
@@ -148,10 +148,10 @@ def _wrong_steps(source: WordProblemStream, tokens_BL: Tensor, said_BL: Tensor) 
     # Predictions outside the group (a model's vocabulary may be larger) are wrong, and so is the next step.
     none, table = group.order, torch.full((group.order + 1, group.order), -1)
     table[:none] = torch.tensor(group.table)
-    said_BL = (said_BL // of_each).clamp(max=none)
-    before_BL = said_BL.roll(1, dims=1)
+    predicted_BL = (predicted_BL // of_each).clamp(max=none)
+    before_BL = predicted_BL.roll(1, dims=1)
     before_BL[:, 0] = group.identity
-    return said_BL != table[before_BL, tokens_BL // of_each]
+    return predicted_BL != table[before_BL, tokens_BL // of_each]
 
 
 def _hard(source: WordProblemStream, tokens_BL: Tensor) -> Tensor:

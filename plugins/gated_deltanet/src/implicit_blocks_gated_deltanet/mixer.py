@@ -35,7 +35,7 @@ class GatedDeltaNetState(NamedTuple):
 
 
 class GatedDeltaNetContext(NamedTuple):
-    """Whether the window starts a sequence, its padding and its documents; None where there are none.
+    """Whether the window starts a sequence, its padding and its documents, or None without them.
 
     Padding must separate neither the convolution's taps nor the state from the following tokens. Therefore
     the real tokens of each row are moved to its front, and the result is moved back. All other fields refer

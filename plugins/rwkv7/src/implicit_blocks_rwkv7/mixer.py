@@ -40,7 +40,7 @@ class RWKV7State(NamedTuple):
 
 
 class RWKV7Context(NamedTuple):
-    """Whether the window starts a sequence, its padding and its documents; None where there are none.
+    """Whether the window starts a sequence, its padding and its documents, or None without them.
 
     Padding must not separate a token from the previous one. Therefore the real tokens of each row are moved
     to its front, and the result is moved back. All other fields refer to the permuted tokens.
