@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,13 +43,13 @@ def test_the_map_has_every_folder_of_a_package(package: str) -> None:
     assert present <= set(paths(section(package)))
 
 
-def entered(action: str, first: str) -> list[str]:
+def entered(python: Any, action: str, first: str) -> list[str]:
     """Return the files that an action enters, in order, beginning with the function ``first``.
 
     What a training step records of the step before it follows at the end.
     """
-    program = [sys.executable, str(ROOT / "tools" / "structure.py"), "--files", action]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    done = python.run([str(ROOT / "tools" / "structure.py"), "--files", action], cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stderr
     visits = re.findall(r"^ *\d+ ([\w/]+\.py): (.*)$", done.stdout, re.MULTILINE)
     begin = next(place for place, (_, functions) in enumerate(visits) if first in functions.split(", "))
     return list(dict.fromkeys(path for path, _ in visits[begin:] + visits[:begin]))
@@ -63,10 +62,10 @@ def entered(action: str, first: str) -> list[str]:
         ("From a YAML file to a model", "build", "load_spec"),
     ],
 )
-def test_a_walk_names_every_file_entered_in_order(title: str, action: str, first: str) -> None:
+def test_a_walk_names_every_file_entered_in_order(python: Any, title: str, action: str, first: str) -> None:
     """In a new process, since earlier imports and caches change which files are entered."""
     walk = paths(TEXT.partition(f"### {title}\n")[2].partition("\n## ")[0].partition("\n### ")[0])
-    files = entered(action, first)
+    files = entered(python, action, first)
     named = [
         next((place for place, path in enumerate(walk) if f"/{file}".endswith(f"/{path}")), None)
         for file in files
