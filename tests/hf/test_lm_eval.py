@@ -101,11 +101,17 @@ def tasks(tmp_path: Path) -> Path:
 
 EACH = """
 import json, runpy, sys
+from lm_eval.tasks import TaskManager
+create = TaskManager.__init__
+TaskManager.__init__ = lambda self, *a, **named: create(self, *a, **{**named, "include_defaults": False})
 for arguments in json.loads(sys.argv[1]):
     sys.argv = ["lm_eval", *arguments]
     runpy.run_module("lm_eval", run_name="__main__", alter_sys=True)
 """
-"""Runs ``python -m lm_eval ARGUMENTS`` several times in one process, because importing dominates."""
+"""Runs ``python -m lm_eval ARGUMENTS`` several times in one process, without lm-eval's thousands of tasks.
+
+Importing, and reading those tasks, take most of the time.
+"""
 
 
 def lm_eval(folders: dict[str, Path], tasks: Path, home: Path) -> None:
