@@ -23,6 +23,7 @@ SHELL := bash
 
 VENV ?= .venv
 JOBS ?= 2
+MARKS ?= not slow and not gpu
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 PLUGINS := $(wildcard plugins/*/pyproject.toml)
@@ -33,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 # Packages on PYTHONPATH would hide the pinned ones.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo play puzzle test test-all test-gpu lint types docs dist format setup setup-dev clean
+.PHONY: help demo play puzzle test test-all tests test-gpu lint types docs dist format setup setup-dev clean
 
 help:
 	@sed -n 's/^#   \(make .*\|   .*\)/\1/p' Makefile
@@ -48,11 +49,15 @@ puzzle: setup
 play: $(VENV)/.installed-serve
 	@$(BIN)/python benchmarks/play.py
 
-test: lint types
-	@$(BIN)/python -m pytest -n $(JOBS)
+# mypy uses one core, so it runs beside the tests.
+test: lint
+	@$(MAKE) --no-print-directory --jobs=2 types tests
 
-test-all: lint types
-	@$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+test-all: lint
+	@$(MAKE) --no-print-directory --jobs=2 types tests MARKS="not gpu"
+
+tests: setup-dev
+	@$(BIN)/python -m pytest -n $(JOBS) -m "$(MARKS)"
 
 test-gpu: setup-dev
 	@$(BIN)/python benchmarks/gpu_tests.py --processes $(JOBS)
