@@ -172,3 +172,12 @@ def test_a_mixture_of_texts_is_rejected(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="is a run on data of kind 'mixture'; use one on a word_problem"):
         vary_spec(str(spec), model="mamba2")
+
+
+def test_the_long_recipe_never_sees_its_test_at_half_hard_tokens() -> None:
+    """Length 1024 at p = 0.5 is an extrapolation in length and in the share of hard tokens."""
+    phases: list[Any] = vary_spec("word_problem_a5_long", model="implicit-mamba2").phase_specs()
+    assert [phase.data.seq_len for phase in phases] == [4, 32, 32, 32, 128, 32, 256, 32, 256]
+    assert all(min(phase.data.identity_probability) >= 0.9 for phase in phases if phase.data.seq_len > 32)
+    penalized = [phase.name for phase in phases if phase.model.gradient.kind == "jacobian_penalty"]
+    assert penalized == [phase.name for phase in phases[3:]]
