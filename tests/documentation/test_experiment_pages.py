@@ -185,6 +185,22 @@ def test_word_problems_tables_of_one_run() -> None:
         ]
 
 
+def test_reasoning_table_of_sudoku_of_order_9() -> None:
+    found = results("sudoku_9x9")
+    shown = table("reasoning", "at most | iterations (mean)")
+    for row, cells in zip(found["restarts"]["rows"], shown, strict=True):
+        assert cells == [
+            str(row["max_iterations"]),
+            f"{row['mean_iterations']:.0f}",
+            percent(row["converged"]),
+            *(percent(share) for share in row["solved"].values()),
+            percent(row["solved_by_residual"]["8"]),
+            percent(row["solved_by_any"]),
+        ]
+    alone = found["restarts"]["rows"][-1]["solved"]["1"]
+    assert found["evaluation"]["sequence_accuracy"] == pytest.approx(alone, abs=1e-6)
+
+
 def test_word_problems_table_of_explicit_models() -> None:
     """Each row is a chain of three recipes in one run of the benchmark."""
     chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
