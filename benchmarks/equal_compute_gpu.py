@@ -50,7 +50,10 @@ def plans() -> dict[str, list[dict[str, Any]]]:
         "llama_next": _llama_next(),
         "llama_seeds": _llama_seeds(),
         "llama_rates": _llama_rates(),
+        "llama_late": _llama_late(),
+        "llama_10m": _larger({**LLAMA, "petaflops": 8.0, "width": 384}, (1.5, 0.75)),
         "mamba2": _mamba2(),
+        "mamba2_longer": _mamba2_longer(),
         "fresh_llama": _fresh(
             {**LLAMA, "petaflops": 0.26, "weight_decay": 0.3}, (EIGHT, FOUR, RESIDUAL, LATE)
         ),
@@ -58,6 +61,7 @@ def plans() -> dict[str, list[dict[str, Any]]]:
             {**MAMBA2, "petaflops": 0.26, "weight_decay": 0.3, "learning_rate": 4e-3},
             (EIGHT, TWELVE, TWICE, LATE),
         ),
+        "fresh_late": _fresh_late(),
         "tiny": [{**tiny, **shape, "family": family} for family in ("llama", "mamba2") for shape in small],
     }
 
@@ -105,6 +109,48 @@ def _mamba2() -> list[dict[str, Any]]:
     return [{**MAMBA2, **shape, "weight_decay": decay} for decay in (2.0, 1.0) for shape in shapes]
 
 
+def _llama_late() -> list[dict[str, Any]]:
+    """Loops switched on late: seeds of one recipe, and what makes searches converge."""
+    late = {**LLAMA, **LATE, **END}
+    long = {"loops_from": 0.5, "loops": 4, "gradient_loops": 2}
+    small = {**LLAMA, **RESIDUAL, **long}
+    runs = [{**late, "seed": seed} for seed in (2, 3)]
+    runs += [{**small, **END, "seed": 1}, {**LLAMA, **LATE, "end_loops": 16, "end_from": 0.85, "seed": 1}]
+    runs += [{**small, "end_loops": 16, "end_from": 0.8, "weight_decay": 3.0, "seed": 1}]
+    runs += [{**LLAMA, **FOUR, "share": 0.6, "seed": 5}, {**LLAMA, **EIGHT, "seed": 5}]
+    return runs + [{**late, "seed": seed} for seed in (4, 5)]
+
+
+def _mamba2_longer() -> list[dict[str, Any]]:
+    """Twice the FLOPs on the same text as ``mamba2``, and wide models of 4 layers of the same size."""
+    base = {**MAMBA2, "petaflops": 1.5, "average": 0.998}
+    wide, late = {**base, "width": 320}, {**base, **LATE, **END}
+    looped = {**wide, **LATE, **END, "layers": [1, 2, 1], "loops_from": 0.5}
+    high = {"weight_decay": 3.0}
+    runs = [looped, {**wide, **FOUR, "share": 0.5}, {**looped, **high}, {**wide, **FOUR, **high}]
+    runs += [{**base, **EIGHT, **high}, {**late, **high}, {**base, **EIGHT, **high, "share": 0.5}]
+    runs += [{**wide, **RESIDUAL, **END}]
+    return runs
+
+
+def _larger(base: dict[str, Any], decays: tuple[float, float]) -> list[dict[str, Any]]:
+    """Wide models of 4 layers and their looped twins, a few seeds: explicit ones with 60 % of the budget."""
+    explicit, implicit = ({**base, "weight_decay": decay} for decay in decays)
+    pair = ({**implicit, **RESIDUAL, **END}, {**explicit, **FOUR, "share": 0.6})
+    return [{**one, "seed": seed} for seed in (1, 2, 3) for one in pair]
+
+
+def _fresh_late() -> list[dict[str, Any]]:
+    """Each token once, with loops in the last steps only, so that as much text is read as without loops."""
+    base = {**LLAMA, "petaflops": 0.26, "weight_decay": 0.3}
+    shapes: Shapes = (
+        FOUR,
+        {"layers": [1, 2, 1], "loops": 2, "loops_from": 0.9},
+        {"layers": [1, 2, 1], "loops": 4, "gradient_loops": 2, "loops_from": 0.9},
+    )
+    return [{**base, **shape, "learning_rate": rate} for rate in (1e-3, 5e-4) for shape in shapes]
+
+
 def _fresh(base: dict[str, Any], shapes: Shapes) -> list[dict[str, Any]]:
     """Each token once, at most 7.7 M tokens: learning rates, from which each shape chooses."""
     rate = base["learning_rate"]
@@ -112,14 +158,16 @@ def _fresh(base: dict[str, Any], shapes: Shapes) -> list[dict[str, Any]]:
 
 
 def chosen_seeds(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return further seeds of the best recipe of each depth of explicit models, and of the implicit ones.
+    """Return further seeds of the best recipe of each shape of explicit models, and of the implicit ones.
 
     Best on the text of the choice; the seeds of the rows are not among the returned ones.
     """
     best: dict[Any, dict[str, Any]] = {}
     for row in rows:
         if row["measured"] is not None:
-            kind = tuple(row["recipe"]["layers"]) if row["side"] == "explicit" else "implicit"
+            recipe = row["recipe"]
+            depth = sum(recipe["layers"]) if row["side"] == "explicit" else "implicit"
+            kind = (depth, recipe.get("width"))
             known = best.setdefault(kind, row)
             if row["measured"]["choice"]["loss"] < known["measured"]["choice"]["loss"]:
                 best[kind] = row
@@ -199,8 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = plans()
     listed = known[str(given.runs)] if str(given.runs) in known else json.loads(given.runs.read_text())
     if given.chosen is not None:
-        names = {Recipe.of(row).name for row in listed}
-        tuned = [row for row in read_results(given.output) if row["name"] in names]
+        kept = {row["name"]: row for row in read_results(given.output)}
+        tuned = [kept[name] for name in (Recipe.of(row).name for row in listed) if name in kept]
         listed = chosen_seeds(tuned, given.chosen)
     try:
         missing = train_recipes(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from implicit_blocks.mixers import Attention, RopeScaling
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.solvers import AndersonSpec, PicardSpec
 from implicit_blocks.specs import SolverSpec
@@ -38,6 +39,8 @@ SEARCHED = 32
 """Sequences of the searches for the fixed point, which run in float32."""
 LONG, LONG_SEQUENCES = 8, 32
 """Length of long sequences, in training lengths, and their largest number."""
+ROPE_SCALINGS = ("linear", "llama3")
+"""Scalings of the rotary frequencies by that factor, applied to long sequences without further training."""
 SOLVERS: dict[str, SolverSpec] = {
     "picard 1": PicardSpec(),
     "picard 0.8": PicardSpec(damping=0.8),
@@ -173,6 +176,7 @@ class Measuring:
         long = long_sets(self.spec, report, sequences=min(LONG_SEQUENCES, max(1, whole.sequences // LONG)))
         if long is not None:
             found["lengths"] = [self._length_row(one, precision, **trained) for one in long]
+            found["lengths_scaled"] = self._scaled_lengths(long[0], precision, **trained)
         if depth is None:
             return found
         few = EvaluationSet(name=REPORT, source=whole.source, sequences=min(SEARCHED, whole.sequences))
@@ -241,6 +245,25 @@ class Measuring:
 
     def _length_row(self, one: EvaluationSet, precision: str, **search: Any) -> dict[str, Any]:
         return {"length": one.length, **self._row(one, precision, **search)}
+
+    def _scaled_lengths(self, one: EvaluationSet, precision: str, **search: Any) -> list[dict[str, Any]]:
+        """Return the row of long sequences with each scaling of the rotary frequencies, of attention only."""
+        mixers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        if not mixers:
+            return []
+        rows, before = [], [mixer.rope_scaling for mixer in mixers]
+        for kind in ROPE_SCALINGS:
+            length = self.spec.data.seq_len
+            fields = {"factor": LONG, "original_max_position_embeddings": length}
+            scaling = RopeScaling.model_validate({"rope_type": kind, **fields})
+            try:
+                for mixer in mixers:
+                    mixer.rope_scaling = scaling
+                rows.append({"scaling": kind, **self._length_row(one, precision, **search)})
+            finally:
+                for mixer, own in zip(mixers, before, strict=True):
+                    mixer.rope_scaling = own
+        return rows
 
     def _row(self, one: EvaluationSet, precision: str, **search: Any) -> dict[str, Any]:
         result = self._evaluate(one, precision, **search)
