@@ -290,8 +290,8 @@ def short(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what tables and the picture need of a run."""
     best = better_weights(row)
     keys = ("name", "recipe", "side", "shape", "parameters", "steps", "tokens", "epochs", "flops", "seconds")
-    measured = ("loops", "few_loops", "trained_loops_few", "fixed_point", "lengths")
-    measured += ("lengths_scaled", "lengths_fixed_point")
+    searched = ("loops", "few_loops", "trained_loops_few", "fixed_point")
+    measured = (*searched, "lengths", "lengths_scaled", "lengths_fixed_point")
     return {
         **{key: row[key] for key in keys},
         **{key: None if best is None else best.get(key) for key in measured},
