@@ -1,14 +1,16 @@
 """Tables of runs with several seeds (`equal_compute_gpu.py`), and their differences: docs/equal_compute.md.
 
-python benchmarks/equal_compute_seeds.py benchmarks/results/equal_compute_llama.json
+python benchmarks/equal_compute_seeds.py benchmarks/results/equal_compute_llama.json [--picture FILE]
+
+With ``--picture`` all runs of the files are drawn; those of recipes with several seeds are filled.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,5 +74,26 @@ def _seeds(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     )
 
 
+def pictured(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return runs as `trainer.experiments.equal_compute.plot.draw` reads them; several seeds are filled."""
+    filled = [run["name"] for rows in by_recipe(runs).values() if len(rows) > 1 for run in rows]
+    return {"runs": list(runs), "comparisons": [{"sides": {"both": {"runs": filled}}}]}
+
+
+def main() -> None:
+    """Run the command."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument("files", type=Path, nargs="+", help="result files of equal_compute_gpu.py")
+    made.add_argument("--picture", type=Path, metavar="FILE", help="draw perplexity against the budget")
+    given = made.parse_args()
+    runs = [run for path in given.files for run in json.loads(path.read_text())["runs"]]
+    print(seeds_table(runs))
+    if given.picture is not None:
+        from trainer.experiments.equal_compute.plot import draw
+        from trainer.reporting.pictures import write_picture
+
+        write_picture(draw(pictured(runs)), given.picture)
+
+
 if __name__ == "__main__":
-    print(seeds_table([run for name in sys.argv[1:] for run in json.loads(Path(name).read_text())["runs"]]))
+    main()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.experiments.equal_compute.compare import require_same_text
+from trainer.experiments.equal_compute.plot import draw
 from trainer.experiments.equal_compute.tables import at_fixed_point, runs_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +50,7 @@ def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
     return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "llama_rates", "mamba2", "fresh"])
 def test_the_tables_of_seeds_are_those_of_the_result_files(name: str) -> None:
     assert " ".join(SEEDS["seeds_table"](read(name)).split()) in PAGE
 
@@ -79,6 +80,33 @@ def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any)
     low, high = map(percent, large["interval"])
     below = f"{percent(-large['difference'], sign=False)} % below one of 7.7 M parameters ({low} to {high} %)"
     assert below in PAGE
+
+
+def test_the_differences_on_text_seen_once() -> None:
+    by_recipe = SEEDS["by_recipe"](read("fresh"))
+    rows = {(one.shape, one.learning_rate): runs for one, runs in by_recipe.items() if len(runs) > 1}
+    ours, four, eight = (rows[shape, 1e-3] for shape in ("1-2-1, 3 loops", "4 layers", "8 layers"))
+    found = SEEDS["difference_of_runs"](ours, four)
+    low, high = (percent(end, sign=False) for end in found["interval"])
+    above = f"{percent(found['difference'], 0, sign=False)} % above the explicit one at equal FLOPs"
+    assert f"{above} ({low} to {high} %)" in PAGE
+    assert f"loops leave it {ours[0]['epochs']:.2f} of the text" in PAGE
+    found = SEEDS["difference_of_runs"](ours, eight)
+    low, high = map(percent, found["interval"])
+    assert f"level with it ({percent(found['difference'])} %, {low} to {high} %)" in PAGE
+
+
+def test_the_picture_has_all_runs_on_the_text_of_the_seeds() -> None:
+    runs = [run for name in ("llama", "llama_rates", "mamba2") for run in read(name)]
+    written = SEEDS["pictured"](runs)
+    filled = {
+        name for one in written["comparisons"] for side in one["sides"].values() for name in side["runs"]
+    }
+    figure = draw(written)
+    points = [line for axes in figure.axes for line in axes.lines if line.get_linestyle() == "None"]
+    assert len(points) == 3 * len(runs)
+    marked = sum(line.get_markersize() == 7 for line in points)
+    assert marked == 3 * len(filled)
 
 
 def test_the_convergence_of_the_page_is_that_of_the_result_files(seeds: Any) -> None:

@@ -52,22 +52,28 @@ def draw(written: Mapping[str, Any]) -> Figure:
                         markerfacecolor=color if best else "white",
                         markersize=7 if best else 5,
                         linestyle="none",
+                        zorder=3,
                     )
             line = frontier([(run[key] / unit, run["report"]) for run in known if run["side"] == "explicit"])
             if line:  # the lowest perplexity holds for all larger values
                 line.append((max(run[key] / unit for run in known), line[-1][1]))
             axes.plot([x for x, _ in line], [y for _, y in line], color=BLUE, drawstyle="steps-post")
+            if key == "flops":  # runs with one budget differ by less than a step
+                axes.set_xlim(0, 1.1 * max(run[key] / unit for run in known))
             axes.xaxis.set_major_locator(MaxNLocator(5))
             plain_logarithm(axes, "y", about=6)
             finish(axes, title=f"{group[0]}, {group[1]:g} PFLOP", x=label, y="perplexity")
-    names = {"implicit": ORANGE, "explicit": GREY, "frontier of explicit models": BLUE}
+    names = {
+        "implicit": (ORANGE, "o"),
+        "explicit": (GREY, "o"),
+        "with marks, such as unconverged tokens": ("black", "x"),
+        "frontier of explicit models": (BLUE, ""),
+    }
     lines = [
-        Line2D(
-            [], [], color=color, marker="" if color == BLUE else "o", linestyle="-" if color == BLUE else ""
-        )
-        for color in names.values()
+        Line2D([], [], color=color, marker=marker, linestyle="" if marker else "-")
+        for color, marker in names.values()
     ]
-    figure.legend(lines, list(names), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(lines, list(names), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
