@@ -110,15 +110,15 @@ def _mamba2() -> list[dict[str, Any]]:
 
 
 def _llama_late() -> list[dict[str, Any]]:
-    """Loops switched on late: seeds of one recipe, and what makes searches converge."""
+    """Loops switched on late, and a low learning rate: seeds, and what makes searches converge."""
     late = {**LLAMA, **LATE, **END}
-    long = {"loops_from": 0.5, "loops": 4, "gradient_loops": 2}
-    small = {**LLAMA, **RESIDUAL, **long}
-    runs = [{**late, "seed": seed} for seed in (2, 3)]
-    runs += [{**small, **END, "seed": 1}, {**LLAMA, **LATE, "end_loops": 16, "end_from": 0.85, "seed": 1}]
-    runs += [{**small, "end_loops": 16, "end_from": 0.8, "weight_decay": 3.0, "seed": 1}]
-    runs += [{**LLAMA, **FOUR, "share": 0.6, "seed": 5}, {**LLAMA, **EIGHT, "seed": 5}]
-    return runs + [{**late, "seed": seed} for seed in (4, 5)]
+    small = {**late, "layers": [1, 2, 1], "loops_from": 0.5}
+    slow = {**LLAMA, **RESIDUAL, **END, "weight_decay": 0.75, "learning_rate": 1e-3}
+    explicit = {**LLAMA, **FOUR, "share": 0.6, "learning_rate": 1e-3}
+    runs = [{**late, "seed": 2}, {**small, "seed": 1}, {**late, "end_loops": 16, "end_from": 0.85, "seed": 1}]
+    runs += [{**one, "seed": seed} for seed in (2, 3) for one in (slow, explicit)] + [{**late, "seed": 3}]
+    runs += [{**late, "learning_rate": 1e-3, "seed": 1}, {**LLAMA, **FOUR, "share": 0.6, "seed": 5}]
+    return runs + [{**late, "seed": seed} for seed in (4, 5)] + [{**LLAMA, **EIGHT, "seed": 5}]
 
 
 def _mamba2_longer() -> list[dict[str, Any]]:
