@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
+from implicit_blocks.specs import load_spec
 from trainer.data.tokenizing.command import main as tokenize
-from trainer.experiments.cli import main
+from trainer.experiments.cli import main, parser
 from trainer.experiments.language import experiment as language
 from trainer.experiments.language.experiment import Settings, _plans, _training
 from trainer.experiments.language.plot import draw
@@ -123,6 +124,19 @@ def test_explicit_twins_may_have_a_learning_rate_of_their_own(tokens):
     plans = _plans("books_5m_mamba2", tokens, settings, True)
     found = {label["kind"]: spec.training.optimizer.learning_rate for label, spec in plans}
     assert found == {"implicit": 8e-3, "explicit": 4e-3, "curriculum": 8e-3}
+
+
+@pytest.mark.parametrize("name", ["books_5m_residual", "books_5m_mamba2_residual"])
+def test_each_side_of_the_default_models_has_its_tuned_recipe(tokens, name):
+    given = parser().parse_args(["language", "--data", str(tokens)])
+    assert name in given.specs
+    plans = {label["kind"]: spec for label, spec in _plans(name, tokens, Settings(), True)}
+    assert set(plans) == {"implicit", "explicit"}  # no curriculum: the number of loops is fixed
+    for kind, zoo in (("implicit", name), ("explicit", f"{name}_explicit")):
+        tuned = load_spec(zoo, [f"data.path={tokens}"])
+        assert plans[kind].training.optimizer == tuned.training.optimizer
+        assert plans[kind].total_tokens == tuned.total_tokens
+        assert plans[kind].model == tuned.model
 
 
 def test_the_first_spec_trains_every_share_with_every_seed(tokens):

@@ -18,9 +18,10 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--specs",
         nargs="+",
-        default=["books_5m_mamba2", "books_5m", "books_10m_mamba2", "books_10m"],
+        default=["books_5m_residual", "books_5m_mamba2_residual"],
         metavar="FILE",
-        help="implicit models, each compared with its explicit twin (default: two sizes of two families)",
+        help="implicit models, each compared with its explicit twin, of the zoo if it has one "
+        "(default: the residual models of both families)",
     )
     add_setting(made)
     made.add_argument(
@@ -29,8 +30,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[0.7, 0.8, 0.9],
         metavar="SHARE",
-        help="shares of the run for the first phase, for the first spec with each seed "
-        "(0.7 0.8 0.9); empty: none",
+        help="shares of the run for the first phase of the paper's curriculum, for the first spec with each "
+        "seed (0.7 0.8 0.9); empty: none",
     )
     made.add_argument(
         "--self-iterations",

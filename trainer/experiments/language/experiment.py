@@ -18,7 +18,7 @@ import torch
 
 from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks.models.implicit import ImplicitLM
-from implicit_blocks.specs import spec_name
+from implicit_blocks.specs import spec_name, zoo_names
 from trainer.data.source import EvaluationSet
 from trainer.evaluation.evaluate import evaluate
 from trainer.experiments.common.checks import reject_option_conflicts
@@ -136,15 +136,18 @@ def _plans(
     _check(source, run_spec(source))
     changes = [f"data.path={data}", *_laptop(source, settings), *settings.changes]
     own = run_spec(source, changes)
-    share = own.phases[0].until if own.phases else None
+    # Shares are those of the paper's first phase; a fixed number of loops has no such curriculum.
+    staged = bool(own.phases) and own.model.model_dump()["depth"]["kind"] == "until_converged"
+    share = own.phases[0].until if staged else None
+    twin = f"{source}_explicit" if f"{source}_explicit" in zoo_names() else source  # with its own recipe
     for seed in settings.seeds:
         seeded = [*changes, f"training.seed={seed}"]
         label = {"spec": name, "seed": seed, "share": share}
         implicit = _watched(run_spec(source, seeded), settings)
         yield {**label, "kind": "implicit", "run": f"{name}-{seed}"}, implicit
-        explicit = _watched(explicit_twin(source, [*seeded, *settings.explicit_changes]), settings)
+        explicit = _watched(explicit_twin(twin, [*seeded, *settings.explicit_changes]), settings)
         yield {**label, "kind": "explicit", "share": None, "run": f"{name}-explicit-{seed}"}, explicit
-    for seed, other in product(settings.seeds, settings.bounded if with_shares and own.phases else ()):
+    for seed, other in product(settings.seeds, settings.bounded if with_shares and staged else ()):
         if other != share:
             seeded = [*changes, f"training.seed={seed}", f"phases.0.until={other}"]
             label = {"spec": name, "seed": seed, "share": other, "kind": "curriculum"}
