@@ -1,12 +1,13 @@
 """A fixed point learns what its explicit twin cannot: S3 word problems, both models trained side by side.
 
-    python benchmarks/demo.py [--seeds 0 1 2] [--output DIR] [--record] [path.to.key=value …]
+    python benchmarks/demo.py [--implicit SPEC] [--seeds 0 1 2] [--output DIR] [--record [NAME]] [KEY=VALUE …]
 
 Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` at the same time, each in a process with one
 thread, draws the comparison, and prints the accuracy over the last tokens for each length and identity
 probability p, at convergence, with the residual and the share of converged sequences. With several seeds it
-repeats this for each; ``--record`` writes the figures to ``results/demo.json``. Overrides of spec keys apply
-to both runs.
+repeats this for each; ``--record`` writes the figures to ``results/demo.json``, or ``results/NAME.json``.
+``--implicit`` names another implicit model for this task, such as ``word_problem_s3_residual``. Overrides of
+spec keys apply to both runs.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Run:
     process: subprocess.Popen[str]
 
 
-def start(name: str, folder: Path, *, seed: int, overrides: Sequence[str]) -> Run:
+def start(name: str, folder: Path, *, spec: str, device: str, seed: int, overrides: Sequence[str]) -> Run:
     """Start training in a separate process with one thread."""
-    command = [sys.executable, "-m", "trainer", "--spec", SPECS[name], "--output", str(folder)]
-    command += ["--device", "cpu", "training.threads=1", f"training.seed={seed}", "training.log_every=25"]
+    command = [sys.executable, "-m", "trainer", "--spec", spec, "--output", str(folder)]
+    command += ["--device", device, "training.threads=1", f"training.seed={seed}", "training.log_every=25"]
     process = subprocess.Popen(
         [*command, *overrides],
         stdin=subprocess.DEVNULL,
@@ -61,9 +62,14 @@ def relay(run: Run) -> None:
         print(f"{run.name} │ {line.rstrip()}", flush=True)
 
 
-def train(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+def train(
+    folder: Path, *, specs: dict[str, str], device: str, seed: int, overrides: Sequence[str]
+) -> dict[str, Any]:
     """Train both models side by side and return their summaries; if one fails, stop the other."""
-    runs = [start(name, folder / name, seed=seed, overrides=overrides) for name in SPECS]
+    runs = [
+        start(name, folder / name, spec=spec, device=device, seed=seed, overrides=overrides)
+        for name, spec in specs.items()
+    ]
     relays = [threading.Thread(target=relay, args=(run,), daemon=True) for run in runs]
     for thread in relays:
         thread.start()
@@ -138,7 +144,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder of the runs (default runs/demo-<time>)"
     )
-    parser.add_argument("--record", action="store_true", help="write the figures to results/demo.json")
+    parser.add_argument(
+        "--record", nargs="?", const="demo", metavar="NAME", help="write results/NAME.json (demo)"
+    )
+    parser.add_argument("--implicit", default=SPECS["implicit"], metavar="SPEC", help="the implicit model")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_intermixed_args(arguments)
     output = options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     found = []
@@ -146,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.perf_counter()
         folder = output / f"seed-{seed}" if len(options.seeds) > 1 else output
         print(f"training both models on S3, seed {seed}, one thread each; output folder: {folder}")
-        summaries = train(folder, seed=seed, overrides=options.overrides)
+        specs = {**SPECS, "implicit": options.implicit}
+        summaries = train(folder, specs=specs, device=options.device, seed=seed, overrides=options.overrides)
         picture = draw(folder)
         seconds = time.perf_counter() - began
         print()
@@ -157,9 +168,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(
             {"seed": seed, "seconds": round(seconds, 1), **{n: _figures(s) for n, s in summaries.items()}}
         )
-    if options.record:
+    if options.record is not None:
         chosen = {"seeds": options.seeds, "overrides": options.overrides}
-        print("figures:", write("demo", {"machine": machine(), "arguments": chosen, "rows": found}))
+        if options.implicit != SPECS["implicit"]:
+            chosen["implicit"] = options.implicit
+        print("figures:", write(options.record, {"machine": machine(), "arguments": chosen, "rows": found}))
     return 0
 
 
