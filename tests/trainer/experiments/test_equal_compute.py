@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from implicit_blocks import build
 from trainer.data.token_files import write_tokens
@@ -22,6 +23,7 @@ from trainer.experiments.equal_compute.compare import (
 from trainer.experiments.equal_compute.experiment import Settings, run
 from trainer.experiments.equal_compute.flops import flops_per_token, run_flops
 from trainer.experiments.equal_compute.grid import Grid
+from trainer.experiments.equal_compute.measure import Measuring, long_sets
 from trainer.experiments.equal_compute.plan import comparisons, looped_shape
 from trainer.experiments.equal_compute.plot import frontier
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
@@ -323,6 +325,23 @@ def test_a_report_without_tokens_is_refused_before_training(tokens, tmp_path, mo
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty"):
         run(tmp_path / "out", tokens[0], tmp_path / "empty", settings=Settings(**TINY), device="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_long_sequences_are_measured_with_both_rotary_scalings_and_the_model_is_as_before(tokens, family):
+    recipe = replace(LOOPED, family=family, width=16, length=16, batch_size=2, precision="float32")
+    spec = spec_of(recipe, tokens[0])
+    model = build(spec.model).double()
+    for parameter in model.parameters():  # attention that depends on positions
+        torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
+    look = Measuring(model, spec, device=torch.device("cpu"))
+    long, _ = long_sets(spec, tokens[1], sequences=1)
+    rows = [look._length_row(long, "float32", loops=3)["loss"]]
+    scaled = look._scaled_lengths(long, "float32", loops=3)
+    rows += [row["loss"] for row in scaled]
+    assert [row["scaling"] for row in scaled] == (["linear", "llama3"] if family == "llama" else [])
+    assert len(set(rows)) == len(rows)
+    assert look._length_row(long, "float32", loops=3)["loss"] == rows[0]
 
 
 def test_a_recipe_given_twice_is_refused(tokens, tmp_path):
