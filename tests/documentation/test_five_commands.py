@@ -28,3 +28,17 @@ def test_a_text_file_becomes_an_exported_model(tmp_path: Path) -> None:
     names = ["tokenize", "train", "generate", "evaluate", "export"]
     assert [row["command"].split()[1] for row in rows] == names
     assert all(row["exit_code"] == 0 and 0 < row["lines"] <= 40 for row in rows)
+
+
+def test_the_page_has_the_measured_times_and_figures() -> None:
+    root = PROGRAM.parents[1]
+    measured = json.loads((root / "benchmarks" / "results" / "five_commands.json").read_text())
+    page = " ".join((root / "docs" / "from_text.md").read_text(encoding="utf-8").split())
+    rows = measured["rows"]
+    seconds = [f"{row['seconds']:.1f}" for row in rows]
+    lines = [str(row["lines"]) for row in rows]
+    assert f"took {', '.join(seconds[:-1])} and {seconds[-1]} s, {measured['seconds']:.0f} s in all" in page
+    assert f"They print {', '.join(lines[:-1])} and {lines[-1]} lines" in page
+    (row,) = (line for line in rows[3]["output"] if line.startswith("|    128"))
+    perplexity, converged = (row.split("|")[cell].strip() for cell in (3, 7))
+    assert f"was {float(perplexity):.1f} per token; {converged[:-1]} % of the tokens converged" in page
