@@ -13,7 +13,7 @@ _SAME: dict[str, str] = {
     "max_steps": "steps n_steps num_steps train_steps total_steps num_iterations max_iters n_iters",
     "max_tokens": "tokens n_tokens num_tokens total_tokens token_budget train_tokens",
     "epochs": "n_epochs num_epochs epoch num_train_epochs max_epochs",
-    "precision": "dtype torch_dtype param_dtype amp mixed_precision half fp16",
+    "precision": "dtype torch_dtype param_dtype amp mixed_precision half fp16 bf16 fp32 tf32",
     "bfloat16": "bf16 bf16_mixed half fp16 float16 amp",
     "float32": "fp32 f32 float full single 32",
     "optimizer": "optim opt",

@@ -19,6 +19,7 @@ from implicit_blocks.specs.schema import run_schema
         ("training.lr=1e-3", "optimizer.learning_rate"),
         ("training.optimizer.lr=1e-3", "learning_rate"),
         ("training.precision=bf16", "bfloat16"),
+        ("training.bf16=true", "precision"),
         ("data.block_size=64", "seq_len"),
         ("model.stopping.tol=0.1", "tolerance"),
         ("tol=0.1", "model.stopping.tolerance"),
