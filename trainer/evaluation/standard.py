@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,13 @@ def build_standard(spec: StandardTaskSpec, *, data: Path) -> Task:
     return ConfigurableTask(config={**kept, "custom_dataset": lambda **_: {split: Dataset.from_list(items)}})
 
 
-@lru_cache(maxsize=4)
 def task_manager(include_path: Path | None = None, *, include_defaults: bool = True) -> TaskManager:
-    """Return lm-eval's index of tasks, groups and tags; it takes seconds to read all of lm-eval's."""
+    """Return lm-eval's index of tasks, groups and tags; reading all of lm-eval's takes seconds, once."""
+    return _read_index(include_path, include_defaults)
+
+
+@cache  # of positional arguments: for a cache, a default and the same value given are different calls
+def _read_index(include_path: Path | None, include_defaults: bool) -> TaskManager:
     return TaskManager(
         include_path=None if include_path is None else str(include_path), include_defaults=include_defaults
     )

@@ -211,13 +211,37 @@ def test_any_task_of_lm_eval_by_its_file(tmp_path, write_lines):
     assert requests(task) == [("one and", " two")]
 
 
-def test_tasks_of_lm_eval_are_known_by_name(tmp_path):
+@pytest.fixture
+def few_tasks_of_lm_eval(monkeypatch):
+    """Limit lm-eval to three of its folders, because reading its 14,000 files takes 10 seconds."""
+    from lm_eval.tasks._index import TaskIndex
+
+    from trainer.evaluation import standard
+
+    every, folders = TaskIndex._iter_yaml_files, ("wikitext", "mmlu/default", "arc")
+    few = lambda root: (path for folder in folders for path in every(root / folder))  # noqa: E731  # one use
+    monkeypatch.setattr(TaskIndex, "_iter_yaml_files", staticmethod(few))
+    standard._read_index.cache_clear()
+    yield
+    standard._read_index.cache_clear()
+
+
+@pytest.mark.usefixtures("few_tasks_of_lm_eval")
+def test_tasks_groups_and_tags_of_lm_eval_are_known_by_name(tmp_path):
     from trainer.evaluation.tasks import find_specs
 
-    ((name, spec),) = find_specs(["wikitext"], data=tmp_path)
-    assert (name, spec.kind, spec.path, spec.locate(tmp_path)) == ("wikitext", "lm_eval", "wikitext", None)
+    for name in ("wikitext", "mmlu", "ai2_arc"):
+        ((found, spec),) = find_specs([name], data=tmp_path)
+        assert (found, spec.kind, spec.path, spec.locate(tmp_path)) == (name, "lm_eval", name, None)
     with pytest.raises(ValueError, match="wikitxt: unknown evaluation task"):
         find_specs(["wikitxt"], data=tmp_path)
+
+
+@pytest.mark.usefixtures("few_tasks_of_lm_eval")
+def test_the_index_of_lm_eval_is_read_once():
+    from trainer.evaluation.standard import task_manager
+
+    assert task_manager() is task_manager(None, include_defaults=True)
 
 
 TASK = """\
@@ -269,14 +293,6 @@ def test_names_of_the_directory_precede_the_library_s(named_tasks, tmp_path):
         build_tasks(find_specs(["mine", "mine_1"], data=tmp_path, include_path=named_tasks), data=tmp_path)
     with pytest.raises(ValueError, match="absent is not a directory"):
         find_specs(["piqa"], data=tmp_path, include_path=tmp_path / "absent")
-
-
-def test_groups_and_tags_of_lm_eval_are_known_by_name(tmp_path):
-    from trainer.evaluation.tasks import find_specs
-
-    for name in ("mmlu", "ai2_arc"):
-        ((_, spec),) = find_specs([name], data=tmp_path)
-        assert (spec.kind, spec.path) == ("lm_eval", name)
 
 
 def test_the_real_files(shared_data):
