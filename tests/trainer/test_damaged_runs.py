@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import implicit_blocks as ib
 from trainer.cli.train import main
-from trainer.reporting.metrics import read_metrics
+from trainer.reporting.metrics import MetricsFile, read_metrics
 from trainer.reporting.report import main as report
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
@@ -33,6 +34,14 @@ def stopped(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def damaged(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def finished(stopped: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the same run, finished."""
+    folder = Path(shutil.copytree(stopped, tmp_path_factory.mktemp("finished") / "run"))
+    assert resume(folder) == 0
+    return folder
 
 
 def resume(folder: Path) -> int:
@@ -121,35 +130,51 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
-def test_damaged_lines_in_the_middle_of_the_metrics(
-    damaged: Path, name: str, line: bytes, capsys: pytest.CaptureFixture[str]
+def test_damaged_lines_in_the_middle_of_the_metrics_are_ignored(
+    damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = damaged / name
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    path.write_bytes(b"\n".join([*lines[:1], line, *lines[1:]]) + b"\n")
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        path = damaged / name
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        path.write_bytes(b"\n".join([*lines[:1], *LINES.values(), *lines[1:]]) + b"\n")
     assert resume(damaged) == 0
     message = capsys.readouterr().out
-    if name == "metrics.jsonl":
-        assert f"WARNING: {path}, line 2: " in message
-        assert "; the summary ignores it" in message
-        assert sum(phase["measured"]["steps"] for phase in read_json(damaged / "summary.json")["phases"]) == 4
-        if line == LINES["no phase"]:
-            return  # the picture needs no phase
-        assert report([str(damaged), "--output", str(damaged / "out.png")]) == 2
-        error = capsys.readouterr().err
-        assert f"{path}, line 2: " in error
-        assert "repair the line, or remove it" in error
+    for number in (2, 3, 4):
+        (warning,) = re.findall(rf"WARNING: {damaged / 'metrics.jsonl'}, line {number}: .*", message)
+        assert warning.endswith("; the summary ignores it")
+    assert f"WARNING: and {len(LINES) - 3} more damaged lines" in message
+    assert sum(phase["measured"]["steps"] for phase in read_json(damaged / "summary.json")["phases"]) == 4
+
+
+@pytest.mark.parametrize("damage", [name for name in LINES if name != "no phase"])
+def test_a_report_refuses_a_damaged_line(
+    finished: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(finished, tmp_path / "run")) / "metrics.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:1], LINES[damage], *lines[1:]]) + b"\n")
+    assert report([str(path.parent), "--output", str(tmp_path / "out.png")]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}, line 2: " in error
+    assert "repair the line, or remove it" in error
+
+
+@pytest.mark.parametrize("damage", ["torn", "no object"])
+def test_a_damaged_line_at_the_end_of_the_metrics_is_removed(damaged: Path, damage: str) -> None:
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        with (damaged / name).open("ab") as file:
+            file.write(LINES[damage])
+    assert resume(damaged) == 0
+    assert {row["step"] for row in read_metrics(damaged / "metrics.jsonl")} == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_damaged_lines_at_the_end_of_the_metrics(damaged: Path, line: bytes) -> None:
-    for name in ("metrics.jsonl", "evaluations.jsonl"):
-        with (damaged / name).open("ab") as file:
-            file.write(line)
-    assert resume(damaged) == 0
-    assert {row["step"] for row in read_metrics(damaged / "metrics.jsonl")} == {1, 2, 3, 4}
+def test_truncating_the_metrics_removes_any_damaged_last_line(damaged: Path, line: bytes) -> None:
+    path = damaged / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(line)
+    MetricsFile(path).truncate_after(3)
+    assert {row["step"] for row in read_metrics(path)} == {1, 2, 3}
 
 
 def test_metrics_that_end_before_the_checkpoint(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
