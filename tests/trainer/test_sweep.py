@@ -131,7 +131,7 @@ def test_other_failures_are_reported_and_tried_again(spec: str, tmp_path: Path) 
 
 def test_a_signal_saves_the_runs_and_the_same_command_continues(spec: str, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    arguments = ["training.max_steps=150", "--grid", f"{RATE}=1e-3"]
+    arguments = ["training.max_steps=60", "--grid", f"{RATE}=1e-3"]
     metrics = folder / "runs" / "learning_rate=0.001" / "metrics.jsonl"
 
     def stop() -> None:
@@ -146,10 +146,10 @@ def test_a_signal_saves_the_runs_and_the_same_command_continues(spec: str, tmp_p
     thread.join()
     assert code == 75
     steps = len(losses(metrics.parent))
-    assert 0 < steps < 150
+    assert 0 < steps < 60
     assert (metrics.parent / "checkpoints" / f"step-{steps:08d}").is_dir()
     assert sweep(spec, folder, *arguments) == 0
-    assert results(folder)["runs"][0]["steps"] == len(losses(metrics.parent)) == 150
+    assert results(folder)["runs"][0]["steps"] == len(losses(metrics.parent)) == 60
 
 
 @pytest.mark.parametrize(

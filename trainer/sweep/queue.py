@@ -27,6 +27,7 @@ _PRELOADED = [
     "implicit_blocks.mixers",
     "implicit_blocks.gradients",
     "implicit_blocks.solvers",
+    "matplotlib.backends.backend_agg",  # every run draws a picture
 ]
 
 
