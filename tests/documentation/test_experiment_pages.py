@@ -185,6 +185,25 @@ def test_word_problems_tables_of_one_run() -> None:
         ]
 
 
+def test_word_problems_table_of_one_run_from_scratch() -> None:
+    rows = results("word_problem_long")["one_run"]["rows"]
+    for row, cells in zip(rows, table("word-problems", "seed | steps of 2,800"), strict=True):
+        phases = {phase["name"]: phase for phase in row["phases"]}
+        later = [phase for name, phase in phases.items() if name not in ("of 4", "rare", "mixed")]
+        tests = {test["identity_probability"]: test for test in row["tests"]}
+        assert all((test["length"], test["sequences"]) == (1024, 512) for test in row["tests"])
+        assert cells == [
+            str(row["seed"]),
+            str(row["steps"]),
+            f"{row['minutes']:.1f}",
+            percent(phases["mixed"]["non_converged"]),
+            percent(max(phase["non_converged"] for phase in later)),
+            percent(phases["long 1"]["accuracy_at_the_end"]),
+            *(percent(tests[p]["accuracy_last"]) if tests else "" for p in (0.5, 0.0)),
+            percent(max(test["non_converged"] for test in tests.values())) if tests else "",
+        ]
+
+
 def test_reasoning_table_of_sudoku_of_order_9() -> None:
     found = results("sudoku_9x9")
     shown = table("reasoning", "at most | iterations (mean)")
@@ -197,6 +216,9 @@ def test_reasoning_table_of_sudoku_of_order_9() -> None:
             percent(row["solved_by_residual"]["8"]),
             percent(row["solved_by_any"]),
         ]
+    (more,) = found["more_restarts"]["rows"]
+    (shares,) = table("reasoning", "surest of | 1")
+    assert shares == ["boards solved", *(percent(share) for share in more["solved"].values())]
     alone = found["restarts"]["rows"][-1]["solved"]["1"]
     assert found["evaluation"]["sequence_accuracy"] == pytest.approx(alone, abs=1e-6)
 
