@@ -23,6 +23,8 @@ SEEDS_HEAD = (
     "report, one per seed", "report", "8 times the length",
 )  # fmt: skip
 
+LENGTH_SCALINGS = ("linear", "llama3")
+
 
 def seeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return recipes with their seeds as a Markdown table, the lowest mean on the text of the choice first.
@@ -32,6 +34,26 @@ def seeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
     """
     recipes = sorted(by_recipe(runs).values(), key=lambda rows: mean_perplexity(rows, "choice"))
     lines = [SEEDS_HEAD, ("---",) * len(SEEDS_HEAD), *map(_seeds, recipes)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def lengths_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return perplexities at 8 times the training length over those of the same text at the training length.
+
+    One row per recipe with runs of which long sequences were also measured with scaled rotary frequencies;
+    means over its seeds.
+    """
+    head = ("model", "learning rate", "seeds", "as trained", *LENGTH_SCALINGS)
+    lines = [head, ("---",) * len(head)]
+    for recipe, rows in by_recipe([run for run in runs if run.get("lengths_scaled")]).items():
+        ratios = []
+        for run in rows:
+            long, cut = (row["perplexity"] for row in run["lengths"])
+            scaled = {row["scaling"]: row["perplexity"] for row in run["lengths_scaled"]}
+            ratios.append([one / cut for one in (long, *(scaled[kind] for kind in LENGTH_SCALINGS))])
+        means = [f"{statistics.fmean(column):.2f}" for column in zip(*ratios, strict=True)]
+        shape = f"{recipe.side}, {recipe.shape}"
+        lines.append((shape, f"{recipe.learning_rate:g}", f"{len(rows)}", *means))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -88,6 +110,8 @@ def main() -> None:
     given = made.parse_args()
     runs = [run for path in given.files for run in json.loads(path.read_text())["runs"]]
     print(seeds_table(runs))
+    if any(run.get("lengths_scaled") for run in runs):
+        print(f"\n{lengths_table(runs)}")
     if given.picture is not None:
         from trainer.experiments.equal_compute.plot import draw
         from trainer.reporting.pictures import write_picture

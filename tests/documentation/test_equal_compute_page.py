@@ -13,6 +13,7 @@ from trainer.experiments.equal_compute.tables import at_fixed_point, runs_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
+ON_ONE_TEXT = ("llama", "llama_rates", "llama_late", "mamba2")
 PAGE = " ".join((ROOT / "docs" / "equal_compute.md").read_text(encoding="utf-8").split())
 
 
@@ -50,7 +51,7 @@ def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
     return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_rates", "mamba2", "fresh"])
+@pytest.mark.parametrize("name", ["llama", "llama_rates", "llama_late", "mamba2", "fresh"])
 def test_the_tables_of_seeds_are_those_of_the_result_files(name: str) -> None:
     assert " ".join(SEEDS["seeds_table"](read(name)).split()) in PAGE
 
@@ -82,6 +83,30 @@ def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any)
     assert below in PAGE
 
 
+def test_scaled_rotary_frequencies_keep_the_perplexity_of_long_text() -> None:
+    runs = read("llama_late")
+    assert " ".join(SEEDS["lengths_table"](runs).split()) in PAGE
+    ratios = [
+        row["perplexity"] / run["lengths"][1]["perplexity"]
+        for run in runs
+        for row in run["lengths_scaled"]
+        if row["scaling"] == "llama3"
+    ]
+    assert f"[{min(ratios):.2f} to {max(ratios):.2f}](#llama-longer-text)" in PAGE
+
+
+def test_sixteen_loops_at_the_end_let_all_tokens_converge() -> None:
+    (late,) = (run for run in read("llama_late") if run["recipe"]["end_loops"] == 16)
+    (before,) = (run for run in read("llama_rates") if run["recipe"]["loops"] == 4)
+    change, share = at_fixed_point(late)
+    others = late["lengths_fixed_point"][1]
+    text = f"converges for {percent(share, sign=False)} % of the tokens of 32 sequences and"
+    assert others["sequences"] == 64
+    assert f"{text} {percent(others['token_converged'], sign=False)} % of 64 others" in PAGE
+    assert abs(change) < 1e-4
+    assert f"perplexity of {late['report']:.2f} is above the {before['report']:.2f} of the same model" in PAGE
+
+
 def test_the_differences_on_text_seen_once() -> None:
     by_recipe = SEEDS["by_recipe"](read("fresh"))
     rows = {(one.shape, one.learning_rate): runs for one, runs in by_recipe.items() if len(runs) > 1}
@@ -97,7 +122,7 @@ def test_the_differences_on_text_seen_once() -> None:
 
 
 def test_the_picture_has_all_runs_on_the_text_of_the_seeds() -> None:
-    runs = [run for name in ("llama", "llama_rates", "mamba2") for run in read(name)]
+    runs = [run for name in ON_ONE_TEXT for run in read(name)]
     written = SEEDS["pictured"](runs)
     filled = {
         name for one in written["comparisons"] for side in one["sides"].values() for name in side["runs"]
