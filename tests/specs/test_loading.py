@@ -150,11 +150,11 @@ class TestExtends:
         )
 
     def test_a_missing_file_is_reported_with_the_place(self, write: Write) -> None:
-        message = error_of(write("a.yaml", "extends: base/word_problem_s4"))
+        message = error_of(write("a.yaml", "extends: base/word_problem_a6"))
         assert message.startswith(
-            "a.yaml:1:10: extends: 'base/word_problem_s4' does not exist, and there is no spec"
+            "a.yaml:1:10: extends: 'base/word_problem_a6' does not exist, and there is no spec"
         )
-        assert "did you mean 'word_problem_s3'" in message
+        assert "did you mean 'word_problem_a5'" in message
 
 
 class TestErrors:

@@ -178,7 +178,7 @@ def test_the_newest_complete_checkpoint_of_a_run_is_exported(
             ["word_problem_s3", "out", "--checkpoint", "{run}"],
             "embedding.weight has shape (6, 16), expected",
         ),
-        (["word_problem", "out"], "did you mean 'word_problem_s3'?"),
+        (["word_problem_s3_explict", "out"], "did you mean 'word_problem_s3_explicit'?"),
     ],
     ids=["taken", "nowhere", "size", "other-model", "no-spec"],
 )

@@ -92,7 +92,7 @@ def test_the_default_folder_is_named_by_spec_and_time_and_found_again(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--spec", "zoo/word_problem_s4.yaml"], ["word_problem_s4", "word_problem_s3"]),
+        (["--spec", "zoo/word_problem_a6.yaml"], ["word_problem_a6", "word_problem_a5"]),
         (["--spec", S3, "model.solver.kind=andersen"], ["model.solver.kind", "andersen", "anderson"]),
         (["--spec", S3, "trainig.max_steps=3"], ["trainig", "training"]),
         (["--spec", S3, "training.max_step=3"], ["training.max_step", "max_steps"]),

@@ -142,6 +142,12 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path, monkeypatch: 
             "training.precision=float32",
             f"phases={json.dumps(phases)}",
         ]
+    elif len(spec.phases) > steps:  # each phase takes one step
+        steps = len(spec.phases)
+        phases = [
+            {"name": p.name, "until": number, "model": p.model} for number, p in enumerate(spec.phases, 1)
+        ]
+        narrow += [f"training.max_tokens={48 * steps}", f"phases={json.dumps(phases)}"]
     folder = tmp_path / "run"
     assert main(["--spec", name, *narrow, "--output", str(folder), "--device", "cpu"]) == 0
     summary = json.loads((folder / "summary.json").read_text())
