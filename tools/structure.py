@@ -76,7 +76,7 @@ ROWS = (
     Row("root.trainer", "modules at the root of trainer", bar=5, target=5),
     Row("forward.files", "training pass of a tiny Mamba2 model: files entered", bar=22, target=20),
     Row("forward.changes", "training pass of a tiny Mamba2 model: changes of file", bar=79, target=50),
-    Row("step.files", "training step of python -m trainer: files entered", bar=39, target=36),
+    Row("step.files", "training step of python -m trainer: files entered", bar=38, target=36),
     Row("build.files", "spec name to built model: files entered", bar=33, target=18),
     Row("build.changes", "spec name to built model: changes of file", bar=88),
     Row("token.files", "generated token: files entered", bar=25, target=22),

@@ -206,11 +206,12 @@ def step_flops(spec: ModelSpec, flops: FlopCounts, *, iterations: float | None =
 
     ``iterations`` and the result are those of ``training_flops_per_token``.
     """
-    once = total((flops.prelude, flops.injection))
-    output = total((flops.coda, flops.head))
     passes, reads = _passes(spec, iterations)
-    if once is None or output is None or flops.layers is None or passes is None:
+    if flops.prelude is None or flops.injection is None or flops.layers is None or flops.coda is None:
         return None
+    if passes is None:
+        return None
+    once, output = flops.prelude + flops.injection, flops.coda + flops.head
     ends = 3 * once + (reads.forward + 2 * reads.backward) * output + 3 * reads.gates * flops.exit_gate
     return passes * flops.layers + ends
 
