@@ -34,7 +34,7 @@ def _model(family: str, **changes: Any) -> Any:
     with torch.no_grad():
         for block in library.backbone.blocks():
             block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
-            block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(40.0)
     return from_library(library)
 
 

@@ -149,7 +149,7 @@ def _model(family: str = "attention", **changes: Any) -> Any:
     with torch.no_grad():
         for block in model.backbone.blocks():
             block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
-            block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(40.0)
     return model
 
 
