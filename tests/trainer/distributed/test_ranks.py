@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,21 +149,15 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(plain: Any, processes: 
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_the_same_command_under_torchrun(plain: Any, tmp_path: Path) -> None:
+def test_the_same_command_under_torchrun(plain: Any, python: Any, tmp_path: Path) -> None:
     import yaml
 
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(plain()))
     options = ["--spec", str(spec), "--device", "cpu", "--output"]
     assert main([*options, str(tmp_path / "one")]) == 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "trainer", *options, str(tmp_path / "two")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = python.run([*launcher, "-m", "trainer", *options, str(tmp_path / "two")], cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done in") == 1  # one process speaks
     one, two = (
