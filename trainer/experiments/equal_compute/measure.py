@@ -1,7 +1,4 @@
-"""What is measured of a trained run: held-out text, other numbers of loops, the fixed point, longer text.
-
-Shape legend: B sequences, L tokens, I iterations.
-"""
+"""What is measured of a trained run: held-out text, other numbers of loops, the fixed point, longer text."""
 
 from __future__ import annotations
 
@@ -33,8 +30,6 @@ FEW_LOOPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 BUDGETS = (16, 32)
 """Iterations within which tokens may converge."""
 TOLERANCE = 1e-3
-TOLERANCES = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
-"""Tolerances of which the shares of converged tokens are kept."""
 SEARCHED = 32
 """Sequences of the searches for the fixed point, which run in float32."""
 LONG, LONG_SEQUENCES = 8, 32
@@ -163,8 +158,8 @@ class Measuring:
 
         Without ``report``, the tokens of the reported text, only the perplexities on both sets.
 
-        ``loops``, ``few_loops``, ``fixed_point`` and ``residuals`` are measured on the reported set, the last
-        three on its first sequences, in float32 and with ``trained_loops_few`` beside them. Each token's
+        ``loops``, ``few_loops`` and ``fixed_point`` are measured on the reported set, the last two on its
+        first sequences, in float32 and with ``trained_loops_few`` beside them. Each token's
         convergence is that of the search with prefix scope: within the tolerance, and so are those before it.
         """
         precision, depth = self.spec.training.precision, self.trained_loops
@@ -187,7 +182,7 @@ class Measuring:
             {"loops": n, **self._row(few, "float32", loops=n)} for n in sorted({*FEW_LOOPS, depth})
         ]
         found["trained_loops_few"] = self._row(few, "float32", loops=depth)
-        found["fixed_point"], found["residuals"] = [], []
+        found["fixed_point"] = []
         for name, solver in SOLVERS.items():
             with self._solver(solver):
                 for most in BUDGETS:
@@ -195,8 +190,6 @@ class Measuring:
                     found["fixed_point"].append(
                         {"solver": name, "max_iterations": most, "tolerance": TOLERANCE, **row}
                     )
-                shares = self._shares(few, iterations=max(BUDGETS))
-                found["residuals"].append({"solver": name, "shares": shares})
         if long is not None:
             search = {"tolerance": TOLERANCE, "max_iterations": max(BUDGETS)}
             short = [EvaluationSet(name=one.name, source=one.source, sequences=n)
@@ -249,20 +242,14 @@ class Measuring:
     def _scaled_lengths(self, one: EvaluationSet, precision: str, **search: Any) -> list[dict[str, Any]]:
         """Return the row of long sequences with each scaling of the rotary frequencies, of attention only."""
         mixers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        if not mixers:
-            return []
-        rows, before = [], [mixer.rope_scaling for mixer in mixers]
-        for kind in ROPE_SCALINGS:
-            length = self.spec.data.seq_len
-            fields = {"factor": LONG, "original_max_position_embeddings": length}
-            scaling = RopeScaling.model_validate({"rope_type": kind, **fields})
-            try:
-                for mixer in mixers:
-                    mixer.rope_scaling = scaling
-                rows.append({"scaling": kind, **self._length_row(one, precision, **search)})
-            finally:
-                for mixer, own in zip(mixers, before, strict=True):
-                    mixer.rope_scaling = own
+        fields = {"factor": LONG, "original_max_position_embeddings": self.spec.data.seq_len}
+        rows = []
+        for kind in ROPE_SCALINGS if mixers else ():
+            for mixer in mixers:
+                mixer.rope_scaling = RopeScaling.model_validate({"rope_type": kind, **fields})
+            rows.append({"scaling": kind, **self._length_row(one, precision, **search)})
+        for mixer in mixers:
+            mixer.rope_scaling = None  # as in every recipe
         return rows
 
     def _row(self, one: EvaluationSet, precision: str, **search: Any) -> dict[str, Any]:
@@ -282,29 +269,4 @@ class Measuring:
             "residual_max": rounded(found.residual_max),
             "token_converged": result.token_converged,
             "diverged": rounded(found.diverged),
-        }
-
-    @torch.no_grad()
-    def _shares(self, one: EvaluationSet, *, iterations: int) -> dict[str, list[float]]:
-        """Return the shares of tokens within each tolerance, so far in a row, after 1 to I iterations.
-
-        The search continues to the smallest tolerance at all tokens; a token counts once its residual, and
-        those of all before it, have been within the tolerance.
-        """
-        parts, was_training = [], self.model.training
-        self.model.eval()
-        for batch in one.batches(max(1, self.spec.evaluation.batch_size)):
-            output = self.model(
-                batch.inputs.to(self.device), tolerance=0.0, max_iterations=iterations, trace=True
-            )
-            trace = output.solution.trace.nan_to_num(nan=torch.inf)
-            parts.append(trace.cummin(0).values.cummax(-1).values)  # lowest so far; the worst of a prefix
-            self.meanwhile()
-        self.model.train(was_training)
-        residual_IBL = torch.cat(parts, dim=1)
-        return {
-            f"{tolerance:g}": [
-                rounded(float(share), 5) for share in (residual_IBL <= tolerance).float().flatten(1).mean(1)
-            ]
-            for tolerance in TOLERANCES
         }
