@@ -92,6 +92,8 @@ def test_scaled_rotary_frequencies_keep_the_perplexity_of_long_text() -> None:
         for row in run["lengths_scaled"]
         if row["scaling"] == "llama3"
     ]
+    plain = [run["lengths"][0]["perplexity"] / run["lengths"][1]["perplexity"] for run in runs]
+    assert f"instead of {min(plain):.2f} to {max(plain):.2f}." in PAGE
     assert f"[{min(ratios):.2f} to {max(ratios):.2f}](#llama-longer-text)" in PAGE
 
 
