@@ -78,8 +78,9 @@ def _fixed_point(case: Case, f: BoundMap, z: Tensor) -> None:
         reason = f"not converged: residual {residual:.1e} as published, in our map at the published point"
         case.value("fixed_point", f(solved), bar=2 * residual, reason=reason)
         case.value("fixed_point.residual", _residual(f(solved), solved), bar=1.0, reason=reason)
-    reason = "the last steps are within rounding"
-    case.value("fixed_point.iterations", torch.tensor(float(calls)), bar=0.02, reason=reason)
+    # llama_tiny: 187 calls published, 191 here with AVX-512 and 189 with AVX2
+    reason = "1e-7 is less than float32's epsilon: rounding decides the last steps"
+    case.value("fixed_point.iterations", torch.tensor(float(calls)), bar=0.05, reason=reason)
 
 
 def _residual(fz: Tensor, z: Tensor) -> Tensor:
