@@ -204,6 +204,24 @@ def test_word_problems_table_of_one_run_from_scratch() -> None:
         ]
 
 
+def test_word_problems_table_of_s5_in_one_run() -> None:
+    rows = results("word_problem_long")["s5"]["rows"]
+    for row, cells in zip(rows, table("word-problems", "seed | minutes | not converged"), strict=True):
+        phases = {phase["name"]: phase for phase in row["phases"]}
+        tests = {(test["identity_probability"], test["length"]): test for test in row["tests"]}
+        assert all((test["sequences"], test["non_converged"]) == (1024, 0) for test in row["tests"])
+        assert cells == [
+            str(row["seed"]),
+            f"{row['minutes']:.1f}",
+            *(percent(phases[name]["non_converged"]) for name in ("mixed", "stable")),
+            *(
+                percent(tests[p, length]["accuracy_last"], digits=2)
+                for p in (0.5, 0.0)
+                for length in (32, 128)
+            ),
+        ]
+
+
 def test_reasoning_table_of_sudoku_of_order_9() -> None:
     found = results("sudoku_9x9")
     shown = table("reasoning", "at most | iterations (mean)")
