@@ -186,3 +186,18 @@ def test_further_seeds_are_those_of_the_recipe_that_the_text_of_the_choice_prefe
 def test_the_table_marks_a_run_that_ended_early(runs: list[dict[str, Any]]) -> None:
     early = {**runs[0], "choice": None, "report": None, "fixed_point": None, "trained_loops_few": None}
     assert "| ended early | ended early |" in runs_table([early])
+
+
+def test_a_pass_costs_what_the_layers_that_it_runs_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    inference = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_inference.py"))
+    cost = {
+        (recipe.side + recipe.shape[:3], loops): inference["counted"](inference["model_of"](recipe), loops)
+        for recipe in inference["recipes"]()
+        if recipe.family == "llama"
+        for loops in ((1, 3) if recipe.loops else (None,))
+    }
+    looped = cost["implicit1-2", 3]
+    assert cost["implicit1-2", 1] == cost["explicit4 l", None]  # as an explicit stack
+    assert looped["flops_per_token"] == cost["explicit8 l", None]["flops_per_token"]  # 1 + 3 · 2 + 1 layers
+    assert 2 * looped["state_bytes"] == cost["explicit8 l", None]["state_bytes"]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from implicit_blocks.specs import ModelSpec
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import format_error
 from trainer.experiments.equal_compute.flops import run_flops
@@ -148,6 +149,11 @@ def spec_of(recipe: Recipe, data: Path) -> RunSpec:
     if steps < 2:
         raise ValueError(f"{recipe.name}: {recipe.petaflops:g} PFLOP are below two steps; raise petaflops")
     return _validated(recipe, data, steps=steps)
+
+
+def model_of(recipe: Recipe) -> ModelSpec:
+    """Return the model of a recipe alone, which needs no tokens."""
+    return ModelSpec.model_validate(_tree(recipe, Path(), steps=2)["model"])
 
 
 def _validated(recipe: Recipe, data: Path, *, steps: int) -> RunSpec:

@@ -1,0 +1,189 @@
+"""Inference of the models compared at equal compute: FLOPs, bytes and time per scored and generated token.
+
+    python benchmarks/equal_compute_inference.py [--loops 1 3 8 16] [--output equal_compute_inference]
+    python benchmarks/equal_compute_inference.py --table       # the tables of docs/equal_compute.md
+
+The shapes are those of the recipes with several seeds in the results of ``equal_compute_gpu.py``. Weights are
+new: neither FLOPs nor time depend on them, because the number of loops is fixed. Scoring solves 64 sequences
+of 512 tokens in one forward pass; generation continues prompts of 512 tokens with continuous batching, whose
+steps are captured as CUDA graphs on a GPU. Both use bfloat16 autocast. *Bytes* are those of the weights in
+bfloat16 and of the state of one sequence after 512 tokens, keys and values in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from equal_compute_seeds import by_recipe, mean_perplexity
+from report import RESULTS, machine, write
+
+import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.models.counting import count_flops, count_parameters
+from implicit_blocks.models.specs import ImplicitLMSpec, LanguageModelSpec
+from trainer.experiments.equal_compute.recipes import Recipe, model_of
+
+FILES = ("equal_compute_llama", "equal_compute_mamba2")
+LENGTH = 512
+SCORED = 64  # sequences
+NEW_TOKENS = 64
+ROWS = (1, 64)
+HEAD = (
+    "model", "loops", "parameters", "weights and state, MB", "MFLOP per token", "scored tokens/s",
+    "ms per generated token", "generated tokens/s, 64 texts", "perplexity",
+)  # fmt: skip
+
+
+def recipes() -> dict[Recipe, list[Mapping[str, Any]]]:
+    """Return the recipes with several seeds, and their runs."""
+    runs = [run for name in FILES for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
+    return {recipe: rows for recipe, rows in by_recipe(runs).items() if len(rows) > 1}
+
+
+def perplexity_at(rows: Sequence[Mapping[str, Any]], loops: int | None) -> float | None:
+    """Return the mean perplexity on the reported books with a number of loops; None: not measured."""
+    trained = rows[0]["recipe"]["end_loops"] or rows[0]["recipe"]["loops"]
+    if loops is None or loops == trained:
+        return mean_perplexity(rows)
+    found = [one for row in rows for one in row.get("loops", []) if one["loops"] == loops]
+    return statistics.geometric_mean(one["perplexity"] for one in found) if found else None
+
+
+def counted(spec: LanguageModelSpec, loops: int | None) -> dict[str, Any]:
+    """Return parameters, bytes of weights and state, and FLOPs per token of a forward pass."""
+    parameters, flops = count_parameters(spec), count_flops(spec, length=LENGTH)
+    assert parameters is not None
+    assert flops is not None
+    parts = (flops.prelude, flops.injection, flops.coda, flops.head)
+    once = sum(part or 0.0 for part in parts)
+    states = [
+        layer.mixer.state_bytes(stack.d_model, tokens=LENGTH, itemsize=2) or 0
+        for stack in spec.stacks.values()
+        for layer in stack.layers
+    ]
+    return {
+        "parameters": parameters.total,
+        "weight_bytes": 2 * (parameters.total or 0),
+        "state_bytes": sum(states),
+        "flops_per_token": once + (loops or 1) * (flops.layers or 0.0),
+    }
+
+
+def seconds(run: Callable[[], Any], *, repeats: int, device: str) -> float:
+    """Return the median duration of a call, after one that is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+@torch.no_grad()
+def timed(spec: LanguageModelSpec, loops: int | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return scored tokens per second, and seconds per generated token by the number of texts."""
+    device = arguments.device
+    torch.manual_seed(0)
+    model = ib.build(spec).to(device).eval()
+    search: dict[str, Any] = {} if loops is None else {"loops": loops}
+    scored, length = (4, 32) if arguments.tiny else (SCORED, LENGTH)
+    tokens_BL = torch.randint(spec.vocab_size, (scored, length), device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        took = seconds(
+            lambda: model(tokens_BL, labels=tokens_BL, return_logits=False, **search),
+            repeats=arguments.repeats,
+            device=device,
+        )
+    found: dict[str, Any] = {"scored_tokens_per_second": tokens_BL.numel() / took, "generated": {}}
+    for rows in (1, 2) if arguments.tiny else ROWS:
+        found["generated"][rows] = _generation(model, rows, length, search, arguments)
+    return found
+
+
+def _generation(
+    model: Any, rows: int, length: int, search: dict[str, Any], arguments: argparse.Namespace
+) -> float:
+    """Return seconds per token and text."""
+    new = 4 if arguments.tiny else NEW_TOKENS
+    with torch.autocast(arguments.device, dtype=torch.bfloat16):
+        decoder = ContinuousDecoder(
+            model, max_batch_size=rows, buckets=[rows], max_seq_len=length + 2 * new + 8, **search
+        )
+    prompts = torch.randint(model.spec.vocab_size, (rows, length)).tolist()
+    for prompt in prompts:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=2 * new))
+    made = 0
+    began = time.perf_counter()
+    first = 0
+    for _ in decoder.run():
+        made += 1
+        if not first and made >= rows * new:  # prompts, capture and the first tokens are not counted
+            first, began = made, time.perf_counter()
+    if arguments.device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - began) / (made - first)
+
+
+def table(rows: Sequence[dict[str, Any]], family: str) -> str:
+    """Return the rows of a family as a Markdown table."""
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for row in rows:
+        if row["recipe"]["family"] != family:
+            continue
+        generated = {int(count): took for count, took in row["generated"].items()}
+        found = row["perplexity"]
+        lines.append((
+            row["shape"],
+            "" if row["loops"] is None else str(row["loops"]),
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{(row['weight_bytes'] + row['state_bytes']) / 1e6:.1f}",
+            f"{row['flops_per_token'] / 1e6:.1f}",
+            f"{row['scored_tokens_per_second']:,.0f}".replace(",", " "),
+            f"{1e3 * generated[1]:.2f}",
+            f"{1 / generated[64]:,.0f}".replace(",", " "),
+            "" if found is None else f"{found:.2f}",
+        ))  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> None:
+    """Run the command."""
+    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    made.add_argument(
+        "--loops", type=int, nargs="+", default=[1, 3, 8, 16], help="of looped models (1 3 8 16)"
+    )
+    made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--repeats", type=int, default=5)
+    made.add_argument("--tiny", action="store_true", help="short texts, to test the program")
+    made.add_argument(
+        "--output", default="equal_compute_inference", help="name in benchmarks/results, or a path"
+    )
+    made.add_argument("--table", action="store_true", help="print the tables of the stored results")
+    given = made.parse_args()
+    if given.table:
+        stored = json.loads(Path(RESULTS / f"{given.output}.json").read_text())["rows"]
+        print(table(stored, "llama"), table(stored, "mamba2"), sep="\n\n")
+        return
+    rows: list[dict[str, Any]] = []
+    for recipe, runs in recipes().items():
+        spec = model_of(recipe)
+        assert isinstance(spec, LanguageModelSpec)
+        for loops in given.loops if isinstance(spec, ImplicitLMSpec) else [None]:
+            row = {"recipe": recipe.as_row(), "shape": f"{recipe.side}, {recipe.shape}", "loops": loops}
+            row |= counted(spec, loops) | timed(spec, loops, given)
+            rows.append(row | {"perplexity": perplexity_at(runs, loops)})
+            print(json.dumps({k: v for k, v in rows[-1].items() if k != "recipe"}), flush=True)
+            write(given.output, {"machine": machine(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
