@@ -69,7 +69,7 @@ def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any)
     assert f"95 % interval: {low} to {high} %)" in PAGE
     free = SEEDS["difference_of_runs"](llama["implicit1-2"], llama["explicit8 l"])
     low, high = map(percent, free["interval"])
-    assert f"it is {percent(-free['difference'], sign=False)} % below, which is not certain" in PAGE
+    assert f"it is {percent(-free['difference'], sign=False)} % below, which is not significant" in PAGE
     assert f"interval of the difference is {low} to {high} %" in PAGE
     small, large = (
         SEEDS["difference_of_runs"](mamba2["implicit2-4"], mamba2[f"explicit{size}"])
@@ -117,10 +117,10 @@ def test_the_differences_on_text_seen_once() -> None:
     low, high = (percent(end, sign=False) for end in found["interval"])
     above = f"{percent(found['difference'], 0, sign=False)} % above the explicit one at equal FLOPs"
     assert f"{above} ({low} to {high} %)" in PAGE
-    assert f"loops leave it {ours[0]['epochs']:.2f} of the text" in PAGE
+    assert f"loops leave FLOPs for {ours[0]['epochs']:.2f} of the text" in PAGE
     found = SEEDS["difference_of_runs"](ours, eight)
     low, high = map(percent, found["interval"])
-    assert f"level with it ({percent(found['difference'])} %, {low} to {high} %)" in PAGE
+    assert f"between them is not significant ({percent(found['difference'])} %, {low} to {high} %)" in PAGE
 
 
 def test_the_picture_has_all_runs_on_the_text_of_the_seeds() -> None:
