@@ -177,9 +177,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         }
         places = [tasks.index(task) + 0.16 * (index - 2) for task in best]
         axes.bar(places, [100 * share for share in best.values()], width=0.15, color=color, label=model)
-    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_xticks(range(len(tasks)), [task.replace("_", "\n") for task in tasks])
     axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.22))
-    finish(axes, title="", x="", y="accuracy at 4 times the length (%)")
+    finish(axes, title="", x="", y="accuracy at 4 times\nthe training length (%)")
     figure.savefig(path, dpi=100)
 
 

@@ -1,14 +1,17 @@
 """Draw the pictures of the pages: ``python docs/pictures/draw.py [--run DIR]``.
 
-``--run`` is a run of the zoo's ``word_problem_s3``, for the picture of convergence; the others need nothing.
+``--run`` is a run of the zoo's ``word_problem_s3``, for the picture of convergence. The pictures of
+CatbAbI and of the word problems on a GPU are drawn from ``benchmarks/results``; the others need no input.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -19,6 +22,7 @@ from torch import Tensor
 import implicit_blocks as ib
 
 FOLDER = Path(__file__).parent
+RESULTS = FOLDER.parents[1] / "benchmarks" / "results"
 BLUE, ORANGE, GREY = "#3b6fb6", "#e08214", "#777777"
 D_MODEL, TOKENS = 32, 6
 
@@ -83,10 +87,10 @@ def draw_state_jacobian() -> None:
         size = state_jacobian(kind).abs()
         image = axis.imshow(size.clamp(min=1e-8), norm=mpl.colors.LogNorm(1e-5, 1), cmap="magma")
         off = size - torch.diag(size.diag())
-        axis.set_title(f"{kind}: largest entry off the diagonal {off.max():.2g}", fontsize=10)
-        axis.set_xlabel("entry of the state before")
-        axis.set_ylabel("entry of the state after")
-    figure.colorbar(image, ax=axes, label="|∂h after / ∂h before|")
+        axis.set_title(f"{kind}: largest off-diagonal entry {off.max():.2g}", fontsize=10)
+        axis.set_xlabel("entry of the previous state")
+        axis.set_ylabel("entry of the new state")
+    figure.colorbar(image, ax=axes, label="absolute value of the derivative")
     save(figure, "state_jacobian")
 
 
@@ -152,10 +156,15 @@ def draw_curriculum() -> None:
         )
     axis.set_xlim(0, 100)
     axis.set_ylim(0, 48)
-    axis.set_xlabel("per cent of the run")
+    axis.set_xlabel("share of the run (%)")
     axis.set_ylabel("calls of the map")
     handles = [mpl.patches.Patch(color=BLUE), mpl.patches.Patch(color=ORANGE)]
-    axis.legend(handles, ["search, no gradients, at most", "differentiated"], frameon=False, loc="upper left")
+    axis.legend(
+        handles,
+        ["search without gradients (maximum)", "differentiated steps"],
+        frameon=False,
+        loc="upper left",
+    )
     save(figure, "curriculum")
 
 
@@ -205,8 +214,69 @@ def _draw_trace(axis: Axes, trace: Tensor, figure: plt.Figure) -> None:
     )
     axis.set_xlabel("iteration")
     axis.set_ylabel("token")
-    axis.set_title("residual; white where a token has stopped", fontsize=10)
+    axis.set_title("residual (white: the token has stopped)", fontsize=10)
     figure.colorbar(image, ax=axis)
+
+
+# ------------------------------------------------------------------------------------ stored results
+
+
+def read_results(name: str) -> dict[str, Any]:
+    """Return a file of ``benchmarks/results``."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def draw_word_problem_layers() -> None:
+    """Draw the number of layers that a length needs, and the accuracies, of word problems on a GPU."""
+    from trainer.experiments.word_problem.layers import draw
+    from trainer.reporting.pictures import write_picture
+
+    found = read_results("word_problem_layers")
+    runs = []
+    for row in found["runs"]:
+        keys = [key.removeprefix("p ").split(", length ") for key in row if key.startswith("p ")]
+        tests = [
+            {
+                "identity_probability": float(p),
+                "length": int(length),
+                "accuracy_last": row[f"p {p}, length {length}"],
+            }
+            for p, length in keys
+        ]
+        last = row[f"p 0, length {row['length']}"]
+        runs.append({**row, "group": "A5", "tests": tests, "accuracy_last": last})
+    settings = {
+        "groups": ["A5"],
+        "models": ["implicit-mamba2", "mamba2"],
+        "layers": sorted({row["layers"] for row in runs}),
+        "lengths": sorted({row["length"] for row in runs}),
+        "threshold": 0.9,
+        "test_p": [0.0, 0.5],
+        "test_lengths": [1, 4],
+    }
+    written = {
+        "settings": settings,
+        "runs": runs,
+        "least_layers": found["least_layers"],
+        "chance": {"A5": 1 / 60},
+    }
+    write_picture(draw(written), FOLDER / "word_problem_layers_gpu.png")
+
+
+def draw_catbabi() -> None:
+    """Draw the accuracies on the test split of CatbAbI; LM mode in rows of 200 tokens only."""
+    from trainer.experiments.catbabi.experiment import PUBLISHED
+    from trainer.experiments.catbabi.plot import draw
+    from trainer.reporting.pictures import write_picture
+
+    rows = [
+        {**row, "model": f"{row['model']}, {row['spec'].removeprefix('catbabi_')}"}
+        for row in read_results("catbabi")["test"]
+        if (row["scoring"], row["length"]) != ("all", 1600)
+    ]
+    written = {"split": "test", "published": PUBLISHED, "models": rows}
+    write_picture(draw(written), FOLDER.parent / "images" / "catbabi.png")
 
 
 def main() -> None:
@@ -217,6 +287,8 @@ def main() -> None:
     draw_state_jacobian()
     draw_phantom()
     draw_curriculum()
+    draw_word_problem_layers()
+    draw_catbabi()
     if options.run is not None:
         draw_modes(options.run)
 

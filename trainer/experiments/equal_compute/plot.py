@@ -66,7 +66,7 @@ def draw(written: Mapping[str, Any]) -> Figure:
     names = {
         "implicit": (ORANGE, "o"),
         "explicit": (GREY, "o"),
-        "with marks, such as unconverged tokens": ("black", "x"),
+        "marked run, for example with unconverged tokens": ("black", "x"),
         "frontier of explicit models": (BLUE, ""),
     }
     lines = [

@@ -148,7 +148,7 @@ def draw(found: list[StateJacobian]) -> Figure:
         )
         row[2].set_title(f"{one.kind}: |difference|, {_most(one.formula_against_autograd)}", fontsize=11)
         figure.colorbar(image, ax=row[2], shrink=0.85)
-        off = f"{one.off_diagonal_mass:.0e}" if one.off_diagonal_mass > 0 else "none"
+        off = f"{one.off_diagonal_mass:.0e}" if one.off_diagonal_mass > 0 else "0"
         row[0].set_ylabel(f"rank {one.rank}, off-diagonal mass {off}\n\nstate entry")
         for axes in row:
             axes.set_xlabel("previous state entry")
