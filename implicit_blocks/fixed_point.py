@@ -15,7 +15,7 @@ from implicit_blocks._utils.describe import shape_and_type
 from implicit_blocks._utils.validation import require_part
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
-from implicit_blocks.ops.transforms import is_transformed
+from implicit_blocks.ops.backends import is_transformed
 from implicit_blocks.search.convergence_watch import ConvergenceWarning, expects_convergence
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.search.search import solve_fixed_point

@@ -10,7 +10,7 @@ from torch import Tensor
 from implicit_blocks._utils.validation import require_part
 from implicit_blocks.gradients.diverged import call_at_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solver
-from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.ops.backends import first_derivatives_only
 from implicit_blocks.search.agreement import DividedRows
 from implicit_blocks.search.search import Search
 from implicit_blocks.solution import Adjoint, Solution

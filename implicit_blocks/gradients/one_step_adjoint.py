@@ -16,7 +16,7 @@ from torch import Tensor
 
 from implicit_blocks.gradients.diverged import call_at_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
-from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.ops.backends import first_derivatives_only
 from implicit_blocks.solution import Solution, norm
 
 

@@ -26,7 +26,7 @@ from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.buffer_pool import BufferPool
 from implicit_blocks.cuda.capture import capture, cast_cache_disabled, temporary_leaves
 from implicit_blocks.models.stack import ONE_CALL, BlockContext, BoundMap, Steps
-from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.ops.backends import first_derivatives_only
 from implicit_blocks.weights.cache import WeightCache, modules_of
 
 _LOG = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks.ops.accelerated import available
-from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.ops.backends import first_derivatives_only
 
 __all__ = ["linear_cross_entropy"]
 

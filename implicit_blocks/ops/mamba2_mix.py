@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import available
-from implicit_blocks.ops.backends import note
+from implicit_blocks.ops.backends import note, without_autocast
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.ops.transforms import without_autocast
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.mamba2_parts import Added

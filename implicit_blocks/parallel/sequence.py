@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from implicit_blocks.layers import at_least_float32
-from implicit_blocks.ops.transforms import without_autocast
+from implicit_blocks.ops.backends import without_autocast
 from implicit_blocks.parallel.collectives import gathered
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from implicit_blocks._utils.describe import described
 from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchingSolver, Solver
-from implicit_blocks.ops.transforms import is_forward_mode, is_transformed, is_vmapped
+from implicit_blocks.ops.backends import is_forward_mode, is_transformed, is_vmapped
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage

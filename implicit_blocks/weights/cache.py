@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.layers import Linear, SwiGLU
-from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.ops.backends import first_derivatives_only
 from implicit_blocks.weights.weight_norm import WeightNorm, fused, normed_weight
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"

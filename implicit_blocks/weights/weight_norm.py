@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from implicit_blocks.ops.accelerated import available
-from implicit_blocks.ops.transforms import is_transformed
+from implicit_blocks.ops.backends import is_transformed
 
 
 class ComputedWeight(Tensor):

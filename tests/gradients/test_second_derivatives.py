@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
+from implicit_blocks.ops.backends import first_derivatives_only
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
-from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weights.cache import join
 
 ROWS, WIDTH = 2, 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from implicit_blocks.ops.transforms import without_autocast
+from implicit_blocks.ops.backends import without_autocast
 
 
 def product(x: torch.Tensor) -> torch.Tensor:

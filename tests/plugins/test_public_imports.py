@@ -26,7 +26,7 @@ PUBLIC_MODULES = (
     "implicit_blocks.ops.attention",
     "implicit_blocks.ops.causal_conv",
     "implicit_blocks.ops.rotary",
-    "implicit_blocks.ops.transforms",
+    "implicit_blocks.ops.backends",
     "implicit_blocks.registry.contracts",
     "implicit_blocks.registry.hooks",
     "implicit_blocks.specs",

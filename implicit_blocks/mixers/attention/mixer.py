@@ -24,8 +24,8 @@ from implicit_blocks.mixers import VALUE_GATE_CHANNELS
 from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.slots import attend_slot_windows, attend_slots
+from implicit_blocks.ops.backends import is_vmapped
 from implicit_blocks.ops.rotary import rotate, rotation_tables
-from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.parallel.sequence import SequencePart
 from implicit_blocks.specs import AttentionSpec
 from implicit_blocks.windows import Window

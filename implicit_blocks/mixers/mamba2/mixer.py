@@ -24,10 +24,9 @@ from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers.mamba2.state import Mamba2Prefix, Mamba2Slots, Mamba2State
 from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
 from implicit_blocks.ops import mamba2_mix
-from implicit_blocks.ops.backends import AUTO
+from implicit_blocks.ops.backends import AUTO, is_differentiated_forward
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
 from implicit_blocks.ops.ssd import SSD, ssd
-from implicit_blocks.ops.transforms import is_differentiated_forward
 from implicit_blocks.parallel.sequence import SequencePart, state_before
 from implicit_blocks.specs import Mamba2Spec
 from implicit_blocks.windows import Window

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.accelerated import require
 from implicit_blocks.ops.attention.flex import Blocks
-from implicit_blocks.ops.backends import Backend
-from implicit_blocks.ops.transforms import is_differentiated_forward
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 
 MODULE = "flash_attn"
 WIDEST_HEAD = 256

@@ -12,8 +12,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.backends import Backend
-from implicit_blocks.ops.transforms import is_differentiated_forward
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 
 Blocks = Any  # torch.nn.attention.flex_attention.BlockMask, whose module takes a second to import
 

@@ -11,8 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from implicit_blocks.ops.attention.flex import Blocks
-from implicit_blocks.ops.backends import Backend
-from implicit_blocks.ops.transforms import is_forward_mode, is_vmapped
+from implicit_blocks.ops.backends import Backend, is_forward_mode, is_vmapped
 
 
 def _sdpa(

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from implicit_blocks.ops.backends import AUTO, Backend, Operation
+from implicit_blocks.ops.backends import AUTO, Backend, Operation, is_transformed
 from implicit_blocks.ops.causal_conv import cuda, fla
-from implicit_blocks.ops.transforms import is_transformed
 
 # Bytes of one intermediate of a tile on a CPU; four of them exist at the same time.
 TILE_BYTES = 1 << 18

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import require
-from implicit_blocks.ops.backends import Backend
-from implicit_blocks.ops.transforms import is_differentiated_forward, is_transformed
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward, is_transformed
 
 MODULE = "causal_conv1d"
 ALIGNMENT = 8  # strides must be multiples of this; other inputs are copied

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from implicit_blocks.ops.accelerated import MOST_IN_GRID, require
-from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 from implicit_blocks.ops.causal_conv import cuda
-from implicit_blocks.ops.transforms import is_differentiated_forward
 
 MODULE = "fla.modules.causal_conv1d"
 

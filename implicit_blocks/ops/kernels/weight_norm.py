@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.ops.backends import first_derivatives_only
 
 LARGEST_ROW = 1 << 15  # largest row that a program processes at once
 UNIT = 16  # if all widths are multiples of this, the compiler loads 16 bytes at a time

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import MOST_IN_GRID, fla_backward_is_wrong, require
-from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward, without_autocast
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
 
 MODULE = "fla.ops.simple_gla"
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import MOST_IN_GRID, require
-from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward, without_autocast
 from implicit_blocks.ops.ssd import tuned
-from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
 
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 STEP_MODULE = "mamba_ssm.ops.triton.selective_state_update"

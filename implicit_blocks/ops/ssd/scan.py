@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.backends import AUTO, Backend, Operation
+from implicit_blocks.ops.backends import AUTO, Backend, Operation, is_transformed, without_autocast
 from implicit_blocks.ops.ssd import fla, mamba_ssm
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
 from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
 from implicit_blocks.ops.ssd.tiles import Inputs, Window, accumulation_dtype, scan_tiles, tile_gradients
-from implicit_blocks.ops.transforms import is_transformed, without_autocast
 
 
 def ssd(

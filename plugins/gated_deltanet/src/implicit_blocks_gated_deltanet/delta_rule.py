@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from implicit_blocks.ops.transforms import without_autocast
+from implicit_blocks.ops.backends import without_autocast
 
 
 def gated_delta_rule(
