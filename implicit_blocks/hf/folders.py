@@ -21,10 +21,10 @@ from implicit_blocks.hf import published
 from implicit_blocks.hf.architectures import ARCHITECTURES, find
 from implicit_blocks.hf.architectures.files import is_published, read_folder, write_folder
 from implicit_blocks.hf.pretrained_export import export_config
+from implicit_blocks.layers import WeightNorm
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
-from implicit_blocks.weights.weight_norm import WeightNorm
 
 if TYPE_CHECKING:
     from implicit_blocks.hf.modeling import ImplicitLlamaForCausalLM, ImplicitMamba2ForCausalLM

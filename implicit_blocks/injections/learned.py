@@ -13,8 +13,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.injections import ConcatSpec, DiagonalSpec
 from implicit_blocks.injections.base import Injection
-from implicit_blocks.layers import Linear
-from implicit_blocks.weights.weight_norm import assign_weight
+from implicit_blocks.layers import Linear, assign_weight
 
 
 class Concat(Injection):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.injections.projection import pays_by_token
 from implicit_blocks.interfaces import GradientEstimator, Solver
+from implicit_blocks.layers import add_weight_norm
 from implicit_blocks.models.compatibility import check_reconfigured
 from implicit_blocks.models.objectives import Objective
 from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
@@ -26,7 +27,6 @@ from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.specs import ImplicitLMSpec, Stopping
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.weights.weight_norm import add_weight_norm
 from implicit_blocks.windows import SequenceState, Window, check_inputs, check_windows
 
 

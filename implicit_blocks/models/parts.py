@@ -18,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.depths.depth import Depth
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import State
-from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
+from implicit_blocks.layers import Linear, RMSNorm, assign_weight, at_least_float32, reset_parameters_
 from implicit_blocks.models.outputs import Encoded, LMOutput
 from implicit_blocks.models.stack import Block, BoundMap, Stack
 from implicit_blocks.models.stack_specs import Stack as StackLayout
@@ -28,7 +28,6 @@ from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.weights.weight_norm import assign_weight
 from implicit_blocks.windows import Inputs, SequenceState, Window
 
 

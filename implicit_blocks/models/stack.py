@@ -16,13 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from implicit_blocks._utils.describe import described
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import Mixer, State
-from implicit_blocks.layers import RMSNorm
+from implicit_blocks.layers import RMSNorm, add_weight_norm
 from implicit_blocks.models.stack_specs import NormPlacement
 from implicit_blocks.models.stack_specs import Stack as StackLayout
 from implicit_blocks.registry import build
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.weights.weight_norm import add_weight_norm
 from implicit_blocks.windows import Window
 
 

@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
-from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
+from implicit_blocks.layers import Linear, RMSNorm, WeightNorm, at_least_float32
 from implicit_blocks.parallel.collectives import copied, shared_sum, summed
 from implicit_blocks.specs.tensor_plan import Divided, Section, TensorPlan
-from implicit_blocks.weights.weight_norm import WeightNorm
 
 
 class Piece(NamedTuple):

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Mixer
+from implicit_blocks.layers import add_weight_norm
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import check_gradients, relative_error, require
 from implicit_blocks.testing.mixer_runs import D_MODEL, LENGTH, TOLERANCE, begin, forward, inputs, make, run
-from implicit_blocks.weights.weight_norm import add_weight_norm
 
 
 def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:

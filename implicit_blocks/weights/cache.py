@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.layers import Linear, SwiGLU
+from implicit_blocks.layers import Linear, SwiGLU, prepare_weights
 from implicit_blocks.ops.backends import first_derivatives_only
-from implicit_blocks.weights.weight_norm import WeightNorm, fused, normed_weight
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"
 """Name of the attribute that is true for modules whose weights exist only while they run."""
@@ -43,7 +42,7 @@ class WeightCache:
         for part in parts:
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers are prepared
-        self._cached = _ready([part for part in parts if _is_cached(part)], _layers(modules))
+        self._cached = prepare_weights(parts, _layers(modules))
 
     def copied(self) -> WeightCache:
         """Return a copy of the weights, without gradients."""
@@ -195,38 +194,6 @@ def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
         if getattr(module, "gradients_by_layer", False) and module.divides_gradients:
             layers += module.blocks()  # type: ignore[operator]  # a backbone's method
     return {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
-
-
-def _is_cached(part: nn.Module) -> bool:
-    """Whether a module's weight is cached: a linear layer's, or one with weight norm."""
-    if isinstance(part, Linear):
-        return True
-    parts: Any = part._modules.get("parametrizations")
-    chain = None if parts is None else parts._modules.get("weight")
-    return chain is not None and isinstance(next(iter(chain._modules.values())), WeightNorm)
-
-
-def _chain(part: nn.Module) -> Any:
-    return part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
-
-
-def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, Any]]:
-    """Prepare all weights together; they run backward together, or by layer as numbered in ``layers``."""
-    groups = [layers.get(id(part), -1) for part in parts]
-    layouts = [
-        part.layout() if isinstance(part, Linear) else (_chain(part).original1.dtype, 0, 0) for part in parts
-    ]
-    normed = fused(parts, layouts, groups)
-    cached: list[tuple[Any, Any]] = []
-    for place, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        if isinstance(part, Linear):
-            cached.append((part, part.prepared(layout, normed.get(place))))
-            continue
-        chain, weight = _chain(part), normed.get(place)
-        if weight is None:
-            weight = normed_weight(chain)
-        cached.append((chain[0], weight))
-    return cached
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

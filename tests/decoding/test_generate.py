@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.weights.weight_norm import WeightNorm
+from implicit_blocks.layers import WeightNorm
 
 COUNT = 7
 MODES = {

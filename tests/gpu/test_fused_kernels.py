@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
+from implicit_blocks.layers import WeightNorm, add_weight_norm
 from implicit_blocks.mixers import Mamba2
 from implicit_blocks.ops import cross_entropy, mamba2_mix
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.weights.weight_norm import WeightNorm, add_weight_norm
 from implicit_blocks.windows import SequenceState
 
 pytestmark = [

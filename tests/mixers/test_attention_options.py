@@ -12,11 +12,11 @@ from torch import Tensor
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.describing import model_tree
+from implicit_blocks.layers import add_weight_norm
 from implicit_blocks.models import map_graphs
 from implicit_blocks.testing import MIXER_CONTRACTS, ContractError, check_walk
 from implicit_blocks.testing.mixer_runs import make
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.weights.weight_norm import add_weight_norm
 
 D_MODEL = 32
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks import registry
+from implicit_blocks.layers import assign_weight, plain_weight
 from implicit_blocks.specs import SpecError
-from implicit_blocks.weights.weight_norm import assign_weight, plain_weight
 
 VOCABULARY, WIDTH, ROWS, LENGTH, STEPS = 7, 16, 4, 6, 20
 FEW_STEPS = 8  # in the fast suite

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.weights.weight_norm import WeightNorm
+from implicit_blocks.layers import WeightNorm
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import implicit_blocks as ib
-from implicit_blocks.layers import Linear
+from implicit_blocks.layers import Linear, add_weight_norm, plain_weight
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.weights.weight_norm import add_weight_norm, plain_weight
 
 
 @pytest.fixture
