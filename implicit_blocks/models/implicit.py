@@ -207,16 +207,16 @@ class ImplicitLM(ModelParts):
     ) -> tuple[BoundMap, Tensor]:
         """Return the map ``f`` of a prepared window and the start of its search, (B, L, C)."""
         window, c_BLD = prepared.window, prepared.c_BLD
-        injected = c_BLD
-        if ids_BL is not None and self._injects_by_word(window, tokens=ids_BL.numel()):
-            window = replace(window, u_rows_BL=ids_BL.contiguous())
-            injected = scaled(self.embedding.weight, self.spec.embedding_scale)
-        u, e_BLE = self.inject(injected, weights)
         z0_BLC = self.initial_point(prepared.x_BLD, c_BLD, window.positions_BL)
         if search is not None and search.start is not None:
             z0_BLC = _check_start(search.start, z0_BLC)
         if search is not None and search.warm_start:
             z0_BLC = state.warm_start(window, z0_BLC)
+        injected = c_BLD
+        if ids_BL is not None and self._injects_by_word(window, tokens=ids_BL.numel()):
+            window = replace(window, u_rows_BL=ids_BL.contiguous())
+            injected = scaled(self.embedding.weight, self.spec.embedding_scale)
+        u, e_BLE = self.inject(injected, weights)
         f = self.backbone.bind(
             window,
             states=prepared.core[: len(self.backbone.layers)],

@@ -89,13 +89,13 @@ class Loop:
         """Return the solution after at most ``stopping.max_iterations`` calls of the map."""
         z = flatten_features(self.z0, self.leading)
         solver_state = self.solver.init(self.elements(z))
-        check_solver_state(self.solver, solver_state, z.shape[:-1].numel())
         # A GPU receives its first call immediately, and works while the host prepares what follows.
         fz = self.call(z, self.valid) if z.is_cuda else None
         self.rule, status = StatusRule.start(self.stopping, z, self.valid, exit=self.exit, agree=self.agree)
         if self.lookahead is None and self.rule.fused:
             self.lookahead = expects_all_active
         exit_state = () if self.exit is None else begin(self.exit, self.elements(z))
+        check_solver_state(self.solver, solver_state, z.shape[:-1].numel())
         self.state = State(z, z, status, solver_state, valid=self.valid, exit=exit_state)
         self.all_active = not (self.rule.prefix and self.valid is not None)
         for iteration in range(1, self.stopping.max_iterations + 1):

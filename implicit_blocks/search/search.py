@@ -251,9 +251,9 @@ def solve_fixed_point(
         NotImplementedError: within ``torch.export``, ``torch.func.vmap`` or forward-mode differentiation.
 
     """
+    whole = Search(solver=solver, stopping=stopping, **search)
     if is_transformed():
         _refuse_transforms(gradient)
-    whole = Search(solver=solver, stopping=stopping, **search)
     cut = window_length is not None and window_length < z0.shape[1]
     bound = WindowedSearch(whole, window_length) if cut and window_length is not None else whole
     if not torch.is_grad_enabled():
