@@ -117,8 +117,7 @@ class Linear(nn.Linear):
         """Return weight and bias in this layout, with ``weight`` in place of the weight if given."""
         (dtype, rows, columns), bias = self.layout() if layout is None else layout, self.bias
         if weight is None:
-            parts = _normed_parts(self)
-            weight = (plain_weight(self) if parts is None else WeightNorm.compute(*parts)).to(dtype)
+            weight = plain_weight(self).to(dtype)
             if rows or columns:
                 weight = F.pad(weight, (0, columns, 0, rows))
         if bias is None:
@@ -162,9 +161,7 @@ class SwiGLU(nn.Module):
 
 def reset_linear_(module: nn.Module) -> None:
     """Initialize a linear or convolution layer as torch does: uniform in ±1/√fan_in."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    fresh = torch.empty_like(weight, requires_grad=False)
+    fresh = torch.empty_like(plain_weight(module), requires_grad=False)
     nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
     assign_weight(module, fresh)
     bias = getattr(module, "bias", None)
@@ -262,7 +259,8 @@ def add_weight_norm(module: nn.Module) -> None:
         weight = part._parameters.get("weight")
         if weight is not None and weight.ndim >= 2:
             plain = type(part)
-            parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=weight.is_meta)
+            # unsafe: without torch's check that the weight, which it computes, has its shape and dtype
+            parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=True)
             part.__class__ = _shared_class(plain, type(part))
 
 
@@ -305,7 +303,9 @@ def _restored(plain: type[nn.Module]) -> nn.Module:
 
 
 def plain_weight(module: nn.Module) -> Tensor:
-    """Return ``module.weight`` as an ordinary tensor, for compilers."""
+    """Return ``module.weight`` as an ordinary tensor, for reading: without support for in-place writes."""
+    if (parts := _normed_parts(module)) is not None:
+        return WeightNorm.compute(*parts)
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.as_subclass(Tensor) if isinstance(weight, ComputedWeight) else weight

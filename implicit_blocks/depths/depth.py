@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from implicit_blocks.depths import FixedDepthSpec, RandomDepthSpec
 from implicit_blocks.ops.noise import uniform_at
+from implicit_blocks.registry import build
 from implicit_blocks.specs import DepthSpec
 
-__all__ = ["Depth", "FixedDepth", "RandomDepth", "UntilConverged"]
+__all__ = ["Depth", "FixedDepth", "RandomDepth", "UntilConverged", "following_depth"]
 
 
 class Depth(nn.Module, ABC):
@@ -152,3 +153,24 @@ class RandomDepth(Depth):
     ) -> None:
         self._draws = None
         super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
+
+
+def following_depth(
+    previous: Depth | None, spec: DepthSpec, *, device: torch.device, training: bool
+) -> Depth:
+    """Return the depth of a spec, which takes over the count of random depths from the one before.
+
+    Args:
+        previous: the depth before, which is kept if it has the same spec; None: none.
+        spec: of the depth.
+        device: of the count.
+        training: the mode, as of ``nn.Module.train``.
+
+    """
+    if previous is not None and previous.spec == spec:
+        return previous
+    depth: Depth = build(spec)
+    depth = depth.to(device).train(training)
+    if previous is not None:
+        depth.continue_from(previous)
+    return depth

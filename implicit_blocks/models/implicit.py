@@ -13,6 +13,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.depths.depth import following_depth
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.injections.projection import pays_by_token
 from implicit_blocks.interfaces import GradientEstimator, Solver
@@ -21,7 +22,7 @@ from implicit_blocks.models.compatibility import check_reconfigured
 from implicit_blocks.models.objectives import Objective
 from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
 from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, check_forward, read_out, scaled
-from implicit_blocks.models.solving import SearchPlan, following_depth, solve_window
+from implicit_blocks.models.solving import SearchPlan, solve_window
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
@@ -280,7 +281,9 @@ class ImplicitLM(ModelParts):
         self.solver, self.gradient, self.stopping = build(spec.solver), build(spec.gradient), spec.stopping
         self.evaluation_solver = build(spec.at_evaluation.solver)
         self.evaluation_stopping, self.core_loops = spec.evaluation_stopping, spec.state_loops
-        self.depth = following_depth(self.depth, spec.depth, self)
+        self.depth = following_depth(
+            self.depth, spec.depth, device=self.embedding.weight.device, training=self.training
+        )
         self.objective = None if spec.objective.kind == "last" else build(spec.objective)
 
 

@@ -18,7 +18,14 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.depths.depth import Depth
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import State
-from implicit_blocks.layers import Linear, RMSNorm, assign_weight, at_least_float32, reset_parameters_
+from implicit_blocks.layers import (
+    Linear,
+    RMSNorm,
+    assign_weight,
+    at_least_float32,
+    plain_weight,
+    reset_parameters_,
+)
 from implicit_blocks.models.outputs import Encoded, LMOutput
 from implicit_blocks.models.stack import Block, BoundMap, Stack
 from implicit_blocks.models.stack_specs import Stack as StackLayout
@@ -201,6 +208,10 @@ class ModelParts(TrainingMethods, nn.Module):
         """``E``, (V, D): the head's weight, or the embedding's where they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def stacks(self) -> list[Stack]:
+        """Return the stacks that the model has, in the order in which they run."""
+        return [stack for stack in (self.prelude, self.backbone, self.coda) if stack is not None]
+
     def state_blocks(self) -> list[Block]:
         """Return the layers in the order of ``SequenceState.layers``: prelude, core, coda.
 
@@ -333,9 +344,7 @@ class ModelParts(TrainingMethods, nn.Module):
             blocks = [block for stack in self.stacks() for block in stack.blocks()]
             projections = [p for block in blocks for p in block.output_projections()]
             for projection in projections:
-                weight = projection.weight
-                assert isinstance(weight, Tensor)
-                assign_weight(projection, weight / math.sqrt(len(projections)))
+                assign_weight(projection, plain_weight(projection) / math.sqrt(len(projections)))
 
 
 def check_forward(input_ids: Tensor, labels: Tensor | None, *, vocab_size: int, return_logits: bool) -> None:

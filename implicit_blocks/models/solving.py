@@ -23,10 +23,9 @@ from implicit_blocks.search.loops import LoopCounts
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.search.search import Search, solve_fixed_point
 from implicit_blocks.solution import Solution
-from implicit_blocks.specs import DepthSpec, Stopping
+from implicit_blocks.specs import Stopping
 
 if TYPE_CHECKING:
-    from implicit_blocks.depths.depth import Depth
     from implicit_blocks.exits.exit import Exit
     from implicit_blocks.models.implicit import ImplicitLM
 
@@ -154,17 +153,6 @@ def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None
         return None if loops is None else LoopCounts(loops)
     criterion = _criterion(model, search)
     return LoopCounts(criterion.loops) if isinstance(criterion, FixedExitSpec) else None
-
-
-def following_depth(previous: Depth | None, spec: DepthSpec, model: ImplicitLM) -> Depth:
-    """Return the depth of a spec, which takes over the count of random depths from the one before."""
-    if previous is not None and previous.spec == spec:
-        return previous
-    depth: Depth = build(spec)
-    depth = depth.to(model.embedding.weight.device).train(model.training)
-    if previous is not None:
-        depth.continue_from(previous)
-    return depth
 
 
 def exit_criterion(

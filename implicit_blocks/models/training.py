@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection
 from typing import Literal
 
@@ -21,15 +22,12 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 class TrainingMethods(nn.Module):
     """Switches and parameter groups of a model whose layers are in stacks: prelude, core, coda."""
 
-    prelude: Stack | None
-    backbone: Stack
-    coda: Stack | None
     embedding: nn.Embedding
     depth: Depth | None
 
+    @abstractmethod
     def stacks(self) -> list[Stack]:
         """Return the stacks that the model has, in the order in which they run."""
-        return [stack for stack in (self.prelude, self.backbone, self.coda) if stack is not None]
 
     def compile_layers(self) -> None:
         """Compile the layers with ``torch.compile``: the first call of a shape takes minutes.

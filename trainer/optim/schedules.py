@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.specs.spans import steps_of
+from trainer.specs.schedules import steps_of
 
 if TYPE_CHECKING:
     from trainer.specs.schedules import (

@@ -15,7 +15,7 @@ from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ModelSpec, Spec, field_error, merge, merge_errors
 from implicit_blocks.specs.base import validate
 from trainer.specs.data import DataSpec
-from trainer.specs.spans import Until, steps_of, tokens_of
+from trainer.specs.schedules import Until, steps_of, tokens_of
 from trainer.specs.training import TrainingSpec
 
 _Section = TypeVar("_Section", bound=Spec)

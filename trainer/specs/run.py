@@ -41,8 +41,9 @@ from trainer.specs.schedules import (
     WarmupConstantSqrtSpec,
     WarmupLinearSpec,
     WSDSpec,
+    steps_of,
+    tokens_of,
 )
-from trainer.specs.spans import steps_of, tokens_of
 from trainer.specs.training import EMASpec, Seed, TrainingSpec
 from trainer.specs.transformers_model import TransformersSpec
 

@@ -10,8 +10,7 @@ from implicit_blocks.specs import Spec, field_error
 from trainer.specs.distributed import DistributedSpec
 from trainer.specs.init_from import InitFrom
 from trainer.specs.optimizers import Beta, OptimizerSpec
-from trainer.specs.schedules import ScheduleSpec, WarmupConstantSqrtSpec
-from trainer.specs.spans import Span
+from trainer.specs.schedules import ScheduleSpec, Span, WarmupConstantSqrtSpec
 
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 CheckpointActivations = Literal["none", "steps", "layers"]
