@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import MOST_IN_GRID, fla_backward_is_wrong, require
-from implicit_blocks.ops.backends import Backend, is_differentiated_forward, without_autocast
+from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 from implicit_blocks.ops.ssd import mamba_ssm
 
 MODULE = "fla.ops.simple_gla"
@@ -52,17 +52,16 @@ def ssd_fla(
     dtype, repeats = x_BLHP.dtype, x_BLHP.shape[2] // B_BLGN.shape[2]
     dt_BLH = dt_BLH.float()
     scan = kernels.fused_recurrent_simple_gla if x_BLHP.shape[1] == 1 else kernels.chunk_simple_gla
-    with without_autocast(x_BLHP.device.type):
-        y, state = scan(
-            q=C_BLGN.to(dtype).repeat_interleave(repeats, dim=2),
-            k=B_BLGN.to(dtype).repeat_interleave(repeats, dim=2),
-            v=(x_BLHP * dt_BLH[..., None]).to(dtype),
-            g=dt_BLH * A_H.float(),
-            scale=1.0,
-            initial_state=None if initial_state_BHPN is None else initial_state_BHPN.float(),
-            output_final_state=return_final_state,
-            state_v_first=True,
-        )
+    y, state = scan(
+        q=C_BLGN.to(dtype).repeat_interleave(repeats, dim=2),
+        k=B_BLGN.to(dtype).repeat_interleave(repeats, dim=2),
+        v=(x_BLHP * dt_BLH[..., None]).to(dtype),
+        g=dt_BLH * A_H.float(),
+        scale=1.0,
+        initial_state=None if initial_state_BHPN is None else initial_state_BHPN.float(),
+        output_final_state=return_final_state,
+        state_v_first=True,
+    )
     return y, state
 
 

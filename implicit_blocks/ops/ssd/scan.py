@@ -8,7 +8,6 @@ Shapes: B batch, L length, H heads, P head width, G groups of heads that share B
 N state width, Q tokens per chunk.
 """
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -67,18 +66,20 @@ def ssd(
 
     """
     _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
-    found: tuple[Tensor, Tensor | None] = SSD.choose(backend, x_BLHP, initial_state_BHPN, documents_BL).run(
-        x_BLHP,
-        dt_BLH,
-        A_H,
-        B_BLGN,
-        C_BLGN,
-        initial_state_BHPN=initial_state_BHPN,
-        chunk_size=chunk_size,
-        documents_BL=documents_BL,
-        initial_document_B=initial_document_B,
-        return_final_state=return_final_state,
-    )
+    scan = SSD.choose(backend, x_BLHP, initial_state_BHPN, documents_BL).run
+    with without_autocast(x_BLHP.device.type):  # the backends choose their dtypes themselves
+        found: tuple[Tensor, Tensor | None] = scan(
+            x_BLHP,
+            dt_BLH,
+            A_H,
+            B_BLGN,
+            C_BLGN,
+            initial_state_BHPN=initial_state_BHPN,
+            chunk_size=chunk_size,
+            documents_BL=documents_BL,
+            initial_document_B=initial_document_B,
+            return_final_state=return_final_state,
+        )
     return found
 
 
@@ -257,24 +258,12 @@ def _differentiable_gradients(
 # ------------------------------------------------------------------------------------ backends
 
 
-def _own_precision(scan: Any) -> Any:
-    """Disable autocast within a plain backend, which chooses its dtypes itself."""
-
-    @wraps(scan)
-    def run(x_BLHP: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        with without_autocast(x_BLHP.device.type):
-            found: tuple[Tensor, Tensor | None] = scan(x_BLHP, *tensors, **options)
-            return found
-
-    return run
-
-
 SSD = Operation(
     "ssd",
     mamba_ssm.BACKEND,
     fla.BACKEND,
-    Backend("torch", _own_precision(ssd_chunked)),
+    Backend("torch", ssd_chunked),
     # References for the tests: readable and slow.
-    Backend("chunked_autograd", _own_precision(ssd_chunked_autograd)),
-    Backend("recurrence", _own_precision(ssd_recurrence)),
+    Backend("chunked_autograd", ssd_chunked_autograd),
+    Backend("recurrence", ssd_recurrence),
 )
