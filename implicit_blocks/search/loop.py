@@ -24,13 +24,10 @@ from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
-from implicit_blocks.search.averaging import MovingAverage
-from implicit_blocks.search.compaction import FullResults, RowCompaction, drop_prefix, take_rows
-from implicit_blocks.search.lookahead import LookAhead, expects_all_active
-from implicit_blocks.search.prefix_commit import PrefixCommit
-from implicit_blocks.search.state import State
+from implicit_blocks.search.policies import LookAhead, MovingAverage, PrefixCommit, expects_all_active
 from implicit_blocks.search.status import StatusRule
 from implicit_blocks.search.trace import Trace, Trajectory
+from implicit_blocks.search.working_set import FullResults, RowCompaction, State, drop_prefix, take_rows
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 

@@ -20,15 +20,13 @@ from implicit_blocks.interfaces import GradientEstimator, Map, SearchingSolver, 
 from implicit_blocks.ops.backends import is_forward_mode, is_transformed, is_vmapped
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
-from implicit_blocks.search.averaging import MovingAverage
-from implicit_blocks.search.compaction import RowCompaction
-from implicit_blocks.search.lookahead import LookAhead
 from implicit_blocks.search.loop import Loop, flatten_features
 from implicit_blocks.search.loops import LoopCounts, run_loops
-from implicit_blocks.search.prefix_commit import PrefixCommit
+from implicit_blocks.search.policies import LookAhead, MovingAverage, PrefixCommit
 from implicit_blocks.search.status import StatusRule
 from implicit_blocks.search.trace import Trace
 from implicit_blocks.search.windowed import WindowedSearch
+from implicit_blocks.search.working_set import RowCompaction
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.search.lookahead import expects_all_active
+from implicit_blocks.search.policies import expects_all_active
 
 SOLVERS = {"picard": ib.Picard(), "damped": ib.Picard(damping=0.7), "anderson": ib.Anderson(memory=3)}
 

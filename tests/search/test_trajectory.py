@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.search.averaging import MovingAverage
-from implicit_blocks.search.compaction import RowCompaction
 from implicit_blocks.search.loop import Loop
-from implicit_blocks.search.prefix_commit import PrefixCommit
+from implicit_blocks.search.policies import MovingAverage, PrefixCommit
+from implicit_blocks.search.working_set import RowCompaction
 from implicit_blocks.testing.exits import ROWS, TOKENS, CausalMap
 
 

@@ -1,20 +1,41 @@
-"""Compaction: rows and tokens that are done leave the working set of a search.
+"""The working set of a search: its tensors, and how rows and tokens that are done leave it.
 
-Shape legend: B rows, T tokens, R rows that stay.
+Shape legend: B rows, T tokens, E elements (B rows, or B · T tokens with prefix scope), F features, R rows
+that stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.search.state import State
+from implicit_blocks.search.status import Status
 from implicit_blocks.search.trace import Trace
+
+
+class State(NamedTuple):
+    """The tensors of the rows and tokens in the search; all lead with the rows, except the components'."""
+
+    z: Tensor
+    """The point of the next call, (B, F) with scope ``sequence`` or (B, T, F) with ``prefix``."""
+    best: Tensor
+    """The value ``f(z)`` with the lowest deciding residual so far, of ``z``'s shape."""
+    status: Status
+    solver: Any
+    """The solver's state: tensors that lead with the elements, (E, …)."""
+    averages: tuple[Tensor, Tensor] | None = None
+    """Moving averages of the points and of their values, where they are requested."""
+    valid: Tensor | None = None
+    """(B, L) bool, False at padding."""
+    prefix_residual: Tensor | None = None
+    """(B, 1, 1), the largest residual, or measure of an exit criterion, of the tokens that have left."""
+    exit: Any = ()
+    """The exit criterion's state: tensors that lead with the elements, (E, …)."""
 
 
 @dataclass(frozen=True)
