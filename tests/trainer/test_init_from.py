@@ -22,8 +22,8 @@ from trainer.reporting.metrics import read_metrics
 from trainer.run import init_from as start
 from trainer.run.build import build
 from trainer.run.init_from import Origin, find_start, require_fitting
-from trainer.specs.init_from import InitFromSpec
 from trainer.specs.run import RunSpec
+from trainer.specs.training import InitFromSpec
 
 Small = Callable[..., RunSpec]
 

@@ -15,7 +15,7 @@ from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, loa
 from implicit_blocks.specs.loading import read_model_spec
 from trainer.checkpoint.folder import STATE_FILE, newest_sound_checkpoint, read_state, verify_checkpoint
 from trainer.errors import CheckpointError
-from trainer.specs.init_from import InitFromSpec
+from trainer.specs.training import InitFromSpec
 from trainer.storage.files import sha256_of
 from trainer.storage.run_folder import RunFolder, differences, of_values
 
