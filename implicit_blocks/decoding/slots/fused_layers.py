@@ -20,7 +20,7 @@ from implicit_blocks.models.stack import Block
 from implicit_blocks.ops.quantization import eight_bits
 
 if TYPE_CHECKING:
-    from implicit_blocks.ops.kernels.decoding import Branch
+    from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs
 
 FEW = 2  # up to this many rows a product row by row is faster than matrix units
 
@@ -36,7 +36,7 @@ class FusedStep:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """A linear map with cached weights; in 8 bits, for a few rows, they have one scale per output."""
 
     weight: Tensor
@@ -44,6 +44,7 @@ class _Matrix:
     scales: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the product, without scales."""
         return nn.functional.linear(x, self.weight, self.bias)
 
 
@@ -60,7 +61,7 @@ class FusedLayer:
     ) -> None:
         assert block.mixer_norm is not None  # the layer is plain
         self.norm, self.mixer = block.mixer_norm, mixer
-        self.mlp = None if block.mlp is None else _SwiGLU(block.mlp, gate_up, quantized=quantized)
+        self.mlp = None if block.mlp is None else FusedSwiGLU(block.mlp, gate_up, quantized=quantized)
         self.mlp_norm = block.mlp_norm
 
     def __call__(self, z: Tensor, branch: Branch | None, step: FusedStep) -> tuple[Tensor, Branch | None]:
@@ -75,26 +76,28 @@ class FusedMamba2:
     """Mamba2 with its norm, on the stream and the branch that is not added yet."""
 
     def __init__(self, mixer: Mamba2, states: Mamba2Slots, *, quantized: bool = False) -> None:
-        self.mixer, self.states = mixer, states
+        self.module, self.states = mixer, states
         self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
         self.conv_weight = mixer.conv.weight.detach().t().contiguous()
+
+    def inputs(self) -> Mamba2Inputs:
+        """Return the parameters and buffers of the convolution and the step size."""
+        from implicit_blocks.ops.kernels.decoding import Mamba2Inputs
+
+        mixer, states = self.module, self.states
+        return Mamba2Inputs(
+            states.next_S, states.taps_SWC, self.conv_weight, mixer.conv.bias, mixer.dt_bias, mixer.d_inner
+        )
 
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
     ) -> tuple[Tensor, Branch | None]:
         """Return stream and branch after norm and mixer."""
-        from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs, add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows
         from implicit_blocks.ops.kernels.decoding_mamba2 import prepare_mamba2, scan_step
 
-        few, mixer, into = len(z) <= FEW, self.mixer, self.in_proj
-        inputs = Mamba2Inputs(
-            self.states.next_S,
-            self.states.taps_SWC,
-            self.conv_weight,
-            mixer.conv.bias,
-            mixer.dt_bias,
-            mixer.d_inner,
-        )
+        few, mixer, into = len(z) <= FEW, self.module, self.in_proj
+        inputs = self.inputs()
         if few:
             assert branch is None
             prepared = linear_rows(
@@ -202,20 +205,23 @@ class FusedAttention:
         return z, Branch(out(y))
 
 
-class _SwiGLU:
+class FusedSwiGLU:
+    """SwiGLU with its norm, on the stream and the branch that is not added yet."""
+
     def __init__(self, mlp: nn.Module, gate_up: Tensor | None, *, quantized: bool) -> None:
         assert isinstance(mlp, SwiGLU)
         parts = (mlp.gate_proj, mlp.up_proj, mlp.out_proj)
         self.gate, self.up, self.out = (_cached(part, quantized) for part in parts)
-        self.both: _Matrix | None = None  # one product for many rows
+        self.both: Matrix | None = None  # one product for many rows
         if quantized:
             return
         if gate_up is None:  # the layers prepare their weights themselves
             gate_up = torch.cat((self.gate.weight, self.up.weight))
         biases = [part.bias for part in (self.gate, self.up) if part.bias is not None]
-        self.both = _Matrix(gate_up, torch.cat(biases) if biases else None)
+        self.both = Matrix(gate_up, torch.cat(biases) if biases else None)
 
     def __call__(self, z: Tensor, branch: Branch | None, norm: RMSNorm) -> tuple[Tensor, Branch | None]:
+        """Return stream and branch after norm and MLP."""
         from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows, silu_product
 
         out = self.out
@@ -237,10 +243,10 @@ class _SwiGLU:
         return z, Branch(out(silu_product(self.both(normed))))
 
 
-def _cached(layer: nn.Module, quantized: bool) -> _Matrix:
+def _cached(layer: nn.Module, quantized: bool) -> Matrix:
     assert isinstance(layer, Linear)
     weight, bias = layer.prepared() if layer.cached is None else layer.cached
     if quantized:
         codes, scales = eight_bits(weight.detach())
-        return _Matrix(codes.contiguous(), bias, scales)
-    return _Matrix(weight.detach().contiguous(), bias)
+        return Matrix(codes.contiguous(), bias, scales)
+    return Matrix(weight.detach().contiguous(), bias)

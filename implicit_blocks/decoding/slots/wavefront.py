@@ -25,6 +25,7 @@ width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
+from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
@@ -93,6 +95,8 @@ class Wavefront:
         self.seed_S = torch.zeros_like(batch.lengths_S)
         self.counts_3 = torch.zeros(3, device=batch.device, dtype=torch.int64)
         """Tokens in flight and windows, summed over all calls, and tokens that began anew."""
+        self.fused = fused_windows(batch.fused, tokens=tokens)
+        """The map in fused kernels; None: the layers' own operators."""
         self._results: dict[int, Results] = {}
         self._inputs: tuple[list[int], Inputs] | None = None
 
@@ -175,17 +179,16 @@ class Wavefront:
         inputs = self._read(rows_R, window, prefix, flight)
         begun = self._begun(flight, inputs, window, order == commits[:, None])
         z_RLC = begun.z
-        f = _core(batch, window, inputs, z_RLC, index)
-        fz_RLC, after = f.commit(z_RLC, prefix)
-        for states, layer in zip(batch.states, after, strict=True):
-            states.write(index, layer, commits > 0)
+        fz_RLC = self._mapped(z_RLC, rows_R, window, prefix, inputs, commits)
         value_RLC = torch.where(fz_RLC.sum(-1, keepdim=True).isfinite(), fz_RLC, z_RLC)
         rule = batch.search.rule
         assert rule is not None
         lowest = begun.lowest[..., None]  # the rule reads its type alone
         status = Status(lowest, lowest, lowest, lowest, lowest, begun.scale[..., None])
         residual, status = rule.residuals(status, z_RLC, fz_RLC)
-        further, state = _propose(self, begun, fz_RLC, f)
+        further, state = _propose(
+            self, begun, fz_RLC, lambda z: _core(batch, window, inputs, z, index).compute(z)
+        )
         self.flight.put(
             index,
             begun._replace(
@@ -201,6 +204,30 @@ class Wavefront:
         logits = linear(hidden.to(batch.head.dtype), batch.head)[..., : results.logits.shape[-1]]
         results.logits[:, :length] = batch.model.scale_logits(at_least_float32(logits))
         torch.argmax(results.logits, -1, out=results.chosen)
+
+    def _mapped(
+        self,
+        z_RLC: Tensor,
+        rows_R: Tensor,
+        window: Window,
+        prefix: Window,
+        inputs: Inputs,
+        commits_R: Tensor,
+    ) -> Tensor:
+        """Return the map's values, and commit the first tokens of each row to the core's states."""
+        batch, index = self.batch, self._index(rows_R)
+        if self.fused is not None and batch.fused is not None and len(z_RLC.flatten(0, 1)) <= MANY:
+            u_TU, e_TE = (
+                None if given is None else given.flatten(0, 1).contiguous()
+                for given in (inputs.u_RLU, inputs.e_RLE)
+            )
+            lengths_R = window.positions_BL[:, 0].contiguous()
+            step = WindowStep(window.length, rows_R, lengths_R, commits_R, u_TU)
+            return self.fused(z_RLC.flatten(0, 1), step, e_TE).view_as(z_RLC)
+        fz_RLC, after = _core(batch, window, inputs, z_RLC, index).commit(z_RLC, prefix)
+        for states, layer in zip(batch.states, after, strict=True):
+            states.write(index, layer, commits_R > 0)
+        return fz_RLC
 
     def _read(self, rows_R: Tensor, window: Window, prefix: Window, flight: Flight) -> Inputs:
         """Return the inputs of the core; run the prelude, and commit its first tokens.
@@ -328,12 +355,14 @@ def _core(batch: SlotBatch, window: Window, inputs: Inputs, z_RLC: Tensor, index
     )
 
 
-def _propose(wavefront: Wavefront, flight: Flight, fz_RLC: Tensor, f: BoundMap) -> tuple[Tensor, object]:
+def _propose(
+    wavefront: Wavefront, flight: Flight, fz_RLC: Tensor, f: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, object]:
     """Return the solver's next points, (R, L, C), and its state."""
     shape = fz_RLC.shape
 
     def call(z_EC: Tensor) -> Tensor:
-        return f.compute(z_EC.view(shape)).flatten(0, 1)
+        return f(z_EC.view(shape)).flatten(0, 1)
 
     state = pytree.tree_map(lambda leaf: leaf.flatten(0, 1), flight.solver)
     further, state = wavefront.solver.update(flight.z.flatten(0, 1), fz_RLC.flatten(0, 1), state, call)

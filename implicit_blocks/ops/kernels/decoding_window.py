@@ -1,0 +1,474 @@
+"""Decoding kernels for windows: a few tokens in each of a few rows, with as many kernels as single tokens.
+
+The tokens of a call are the columns of one small matrix, so that every weight is read once for all of them:
+a product is one of matrix units, whose unused columns cost nothing, because reading the weights takes longer.
+Norms are applied around the product: the kernel that adds to the residual stream also writes the input of the
+next product, scaled by the norm's weight, and partial sums of its squares, by whose mean the next kernel
+divides its result.
+
+Shape legend: S slots, R rows of a call, each in a slot; L tokens of a window, T = R · L tokens of a call, row
+by row; K input, M output, D model width, X partial sums.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.decoding import Mamba2Inputs, on_device
+
+COLUMNS = 16, 32  # columns of a product, of which the tokens of a call use the first
+
+
+class Operand(NamedTuple):
+    """The input of a product, (T, K) in the dtype of the computation; the divisor of its norm may be missing.
+
+    With ``squares_TX``, partial sums of squares, the product is divided by the root of their sum divided by
+    ``width``, plus ``eps``.
+    """
+
+    value_TK: Tensor
+    squares_TX: Tensor | None = None
+    width: int = 1
+    eps: float = 0.0
+
+
+class WindowConv(NamedTuple):
+    """What the convolution of a window reads and writes besides its projection.
+
+    ``own_TC`` holds the window's own inputs of the convolution, in the dtype of the slots' taps.
+    """
+
+    inputs: Mamba2Inputs
+    rows_R: Tensor
+    own_TC: Tensor
+
+
+class Tiles(NamedTuple):
+    """The tiles of a product: outputs of a program, parts of its inputs and their width, stages, warps."""
+
+    outputs: int = 16
+    parts: int = 4
+    inputs: int = 64
+    stages: int = 4
+    warps: int = 4
+
+
+def tiles_of(width: int, *, wide: bool, gate: bool) -> Tiles:
+    """Return the tiles of a product; ``wide`` for operands of more than 16 bits."""
+    block = max(16, min(64, triton.next_power_of_2(triton.cdiv(width, 4))))
+    return Tiles(inputs=block, stages=2 if wide else 3 if gate else 4)
+
+
+def linear_window(
+    x: Operand,
+    weight_MK: Tensor,
+    bias_M: Tensor | None = None,
+    *,
+    length: int,
+    gate_MK: Tensor | None = None,
+    gate_bias_M: Tensor | None = None,
+    scales_M: Tensor | None = None,
+    gate_scales_M: Tensor | None = None,
+    u_TM: Tensor | None = None,
+    z_TM: Tensor | None = None,
+    conv: WindowConv | None = None,
+    next_norm_M: Tensor | None = None,
+    next_eps: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Operand | None]:
+    """Return ``W x + b`` of all tokens, (T, M), and the next operand.
+
+    Args:
+        x: the input, contiguous.
+        weight_MK: W, contiguous, of x's dtype, or 8-bit codes.
+        bias_M: b.
+        length: L; T is a multiple of it.
+        gate_MK: V: the result is ``silu(V x + c) · (W x + b)``, as in SwiGLU.
+        gate_bias_M: c.
+        scales_M: float32, of the rows of an 8-bit W (``ops.quantization``).
+        gate_scales_M: those of an 8-bit V.
+        u_TM: added.
+        z_TM: float32, added.
+        conv: applies Mamba2's convolution, SiLU and step size to the result.
+        next_norm_M: the weight of the norm before the next product, whose operand is returned, in x's dtype.
+        next_eps: that norm's.
+        dtype: of the result.
+        tiles: instead of those for this shape.
+
+    """
+    tokens, width = x.value_TK.shape
+    outputs, device = weight_MK.shape[0], x.value_TK.device
+    half = x.value_TK.dtype.itemsize <= 2
+    chosen = tiles or tiles_of(width, wide=not half, gate=gate_MK is not None)
+    columns = min(max(triton.next_power_of_2(tokens), COLUMNS[0]), COLUMNS[1])
+    together = columns // length * length  # whole windows
+    programs = triton.cdiv(outputs, chosen.outputs)
+    out = torch.empty(tokens, outputs, dtype=dtype, device=device)
+    following, squares = out, out
+    if next_norm_M is not None:
+        following = torch.empty(tokens, outputs, dtype=x.value_TK.dtype, device=device)
+        squares = torch.empty(tokens, programs, dtype=torch.float32, device=device)
+    parts = 0 if x.squares_TX is None else x.squares_TX.shape[1]
+    unused: tuple[Tensor | int, ...] = (x.value_TK,) * 7 + (0, 0)
+    conv_arguments = unused
+    if conv is not None:
+        conv_arguments = (conv.rows_R, conv.own_TC, *conv.inputs.pointers())
+    with on_device(device):
+        _linear_window[(programs, triton.cdiv(tokens, together))](
+            x.value_TK,
+            out if x.squares_TX is None else x.squares_TX,
+            weight_MK,
+            weight_MK if bias_M is None else bias_M,
+            weight_MK if gate_MK is None else gate_MK,
+            weight_MK if gate_bias_M is None else gate_bias_M,
+            out if scales_M is None else scales_M,
+            out if gate_scales_M is None else gate_scales_M,
+            out if u_TM is None else u_TM,
+            out if z_TM is None else z_TM,
+            out if next_norm_M is None else next_norm_M,
+            out,
+            following,
+            squares,
+            tokens,
+            outputs,
+            together,
+            x.width,
+            x.eps,
+            *conv_arguments,
+            K=width,
+            L=length,
+            PARTS=parts,
+            BLOCK_X=1 if parts == 0 else triton.next_power_of_2(parts),
+            HAS_BIAS=bias_M is not None,
+            GATE=gate_MK is not None,
+            HAS_GATE_BIAS=gate_bias_M is not None,
+            SCALED=scales_M is not None,
+            HAS_U=u_TM is not None,
+            HAS_Z=z_TM is not None,
+            CONV=conv is not None,
+            W=1 if conv is None else conv.inputs.taps,
+            HAS_CONV_BIAS=conv is not None and conv.inputs.conv_bias_C is not None,
+            NEXT=next_norm_M is not None,
+            PRECISION="tf32" if half else "ieee",  # of float32 operands alone
+            BLOCK_M=chosen.outputs,
+            BLOCK_T=columns,
+            SPLIT=chosen.parts,
+            BLOCK_K=chosen.inputs,
+            STAGES=chosen.stages,
+            num_warps=chosen.warps,
+        )
+    if next_norm_M is None:
+        return out, None
+    return out, Operand(following, squares, outputs, next_eps)
+
+
+def scan_window(
+    prepared_TU: Tensor,
+    rows_R: Tensor,
+    commits_R: Tensor,
+    h_SHPN: Tensor,
+    conv: WindowConv,
+    *,
+    length: int,
+    A_log_H: Tensor,
+    D_H: Tensor,
+    groups: int,
+    norm_I: Tensor | None,
+    norm_eps: float,
+    dtype: torch.dtype,
+) -> Operand:
+    """Return ``y · silu(gate)`` of all tokens, (T, I), and commit the first tokens of each row.
+
+    Args:
+        prepared_TU: ``[silu(gate), x, B, C, softplus(dt)]`` of ``linear_window`` with ``conv``, float32.
+        rows_R: int64, the slot of each row, all different.
+        commits_R: int64, the number of tokens of each row whose state replaces that of its slot.
+        h_SHPN: states, P and N powers of 2.
+        conv: that of the projection; the taps of slots that commit are replaced.
+        length: L.
+        A_log_H: ``log(−A)``.
+        D_H: the skip connection.
+        groups: number of groups of heads that share B and C.
+        norm_I: the weight of the norm over all heads, whose divisor the result lacks; None: no norm.
+        norm_eps: that norm's.
+        dtype: of the result.
+
+    """
+    _, heads, head_dim, d_state = h_SHPN.shape
+    rows = len(rows_R)
+    tokens, device, inputs = rows * length, h_SHPN.device, conv.inputs
+    out = torch.empty(tokens, heads * head_dim, dtype=dtype, device=device)
+    part = min(head_dim, 16)
+    parts = heads * (head_dim // part)
+    squares = torch.empty(tokens, parts, dtype=torch.float32, device=device)
+    channels = conv.own_TC.shape[1]
+    padded = triton.next_power_of_2(length)
+    with on_device(device):
+        _scan_window[(parts, rows)](
+            prepared_TU,
+            rows_R,
+            commits_R,
+            h_SHPN,
+            A_log_H,
+            D_H,
+            D_H if norm_I is None else norm_I,
+            out,
+            squares,
+            inputs.entries_S,
+            inputs.taps_SWC,
+            conv.own_TC,
+            prepared_TU.shape[1],
+            channels,
+            triton.cdiv(channels, parts),
+            L=length,
+            BLOCK_L=padded,
+            H=heads,
+            P=head_dim,
+            N=d_state,
+            G=groups,
+            W=inputs.taps,
+            NORM=norm_I is not None,
+            BLOCK_P=part,
+            BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
+            num_warps=8 if padded > 4 else 4,
+        )
+    if norm_I is None:
+        return Operand(out)
+    return Operand(out, squares, heads * head_dim, norm_eps)
+
+
+@triton.jit
+def _linear_window(
+    x_ptr,
+    squares_ptr,
+    w_ptr,
+    bias_ptr,
+    gate_ptr,
+    gate_bias_ptr,
+    scales_ptr,
+    gate_scales_ptr,
+    u_ptr,
+    z_ptr,
+    next_norm_ptr,
+    out_ptr,
+    next_ptr,
+    next_squares_ptr,
+    T,
+    M,
+    together,
+    norm_width,
+    eps,
+    rows_ptr,
+    own_ptr,
+    entries_ptr,
+    taps_ptr,
+    conv_ptr,
+    conv_bias_ptr,
+    dt_bias_ptr,
+    inner,
+    C,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_U: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    CONV: tl.constexpr,
+    W: tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr,
+    NEXT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_T)
+    t = tl.program_id(1) * together + column
+    real, used = m < M, (column < together) & (t < T)
+    both = real[:, None] & used[None, :]
+    place = t[None, :].to(tl.int64) * M + m[:, None]
+    # What follows the product is loaded before it, which hides its latency.
+    added = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
+    if HAS_U:
+        added += tl.load(u_ptr + place, mask=both, other=0.0).to(tl.float32)
+    if HAS_Z:
+        added += tl.load(z_ptr + place, mask=both, other=0.0)
+    if PARTS > 0:
+        piece = tl.arange(0, BLOCK_X)
+        mask = used[:, None] & (piece < PARTS)[None, :]
+        squares = tl.load(squares_ptr + t[:, None] * PARTS + piece[None, :], mask=mask, other=0.0)
+    if CONV:
+        channel = m - inner
+        convolved = real & (channel >= 0) & (channel < C)
+        stepped = real & (channel >= C)
+        bias = tl.load(dt_bias_ptr + channel - C, mask=stepped, other=0.0).to(tl.float32)
+        if HAS_CONV_BIAS:
+            bias += tl.load(conv_bias_ptr + channel, mask=convolved, other=0.0).to(tl.float32)
+        newest = tl.load(conv_ptr + (W - 1) * C + channel, mask=convolved, other=1.0).to(tl.float32)
+        number = t % L  # in its window
+        slot = tl.load(rows_ptr + t // L, mask=used, other=0)
+        entry = tl.load(entries_ptr + slot, mask=used, other=0)
+        in_row = convolved[:, None] & used[None, :]
+        earlier = tl.zeros((BLOCK_M, BLOCK_T), tl.float32) + bias[:, None]
+        for tap in tl.static_range(W - 1):  # the inputs of committed tokens
+            scale = tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
+            at = (slot * W + (entry + 1 + tap + number) % W) * C
+            before = (number + tap < W - 1)[None, :] & in_row
+            value = tl.load(taps_ptr + at[None, :] + channel[:, None], mask=before, other=0.0)
+            earlier += value.to(tl.float32) * scale[:, None]
+    # The parts of the input are those of warps, each with its own sums.
+    part, inside = tl.arange(0, SPLIT), tl.arange(0, BLOCK_K)
+    along_w = (part * BLOCK_K)[:, None, None] + inside[None, None, :]
+    along_x = (part * BLOCK_K)[:, None, None] + inside[None, :, None]
+    weight = (m.to(tl.int64) * K)[None, :, None] + along_w
+    token = (t.to(tl.int64) * K)[None, None, :] + along_x
+    total = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
+    gate = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
+    for first in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
+        read = real[None, :, None] & (first + along_w < K)
+        x = tl.load(x_ptr + token + first, mask=used[None, None, :] & (first + along_x < K), other=0.0)
+        w = tl.load(w_ptr + weight + first, mask=read, other=0).to(x.dtype)
+        total = tl.dot(w, x, total, input_precision=PRECISION)
+        if GATE:
+            v = tl.load(gate_ptr + weight + first, mask=read, other=0).to(x.dtype)
+            gate = tl.dot(v, x, gate, input_precision=PRECISION)
+    y = tl.sum(total, axis=0)
+    if SCALED:
+        y *= tl.load(scales_ptr + m, mask=real, other=0.0)[:, None]
+    if PARTS > 0:
+        divisor = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / norm_width + eps)
+        y *= divisor[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
+    if GATE:
+        g = tl.sum(gate, axis=0)
+        if SCALED:
+            g *= tl.load(gate_scales_ptr + m, mask=real, other=0.0)[:, None]
+        if PARTS > 0:
+            g *= divisor[None, :]
+        if HAS_GATE_BIAS:
+            g += tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
+        y *= g * tl.sigmoid(g)
+    y += added
+    if CONV:
+        own = own_ptr + t[None, :].to(tl.int64) * C + channel[:, None]
+        tl.store(own, y.to(own_ptr.dtype.element_ty), mask=in_row)
+        tl.debug_barrier()  # each token reads those before it, rounded as they will be once committed
+        y = y * newest[:, None] + earlier
+        for tap in tl.static_range(W - 1):
+            scale = tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
+            after = (number + tap >= W - 1)[None, :] & in_row
+            value = tl.load(own - (W - 1 - tap) * C, mask=after, other=0.0)
+            y += value.to(tl.float32) * scale[:, None]
+        softplus = tl.where(y > 20.0, y, tl.log(1.0 + tl.exp(y)))
+        y = tl.where((channel >= C)[:, None], softplus, y * tl.sigmoid(y))
+    tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=both)
+    if NEXT:
+        scaled = y * tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
+        tl.store(next_ptr + place, scaled.to(next_ptr.dtype.element_ty), mask=both)
+        sums = tl.sum(tl.where(both, y * y, 0.0), axis=0)
+        tl.store(next_squares_ptr + t * tl.num_programs(0) + tl.program_id(0), sums, mask=used)
+
+
+@triton.jit
+def _scan_window(
+    p_ptr,
+    rows_ptr,
+    commits_ptr,
+    h_ptr,
+    a_log_ptr,
+    d_ptr,
+    norm_ptr,
+    out_ptr,
+    squares_ptr,
+    entries_ptr,
+    taps_ptr,
+    own_ptr,
+    U,
+    C,
+    share,
+    L: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    head = tl.program_id(0) // (P // BLOCK_P)
+    part = tl.program_id(0) % (P // BLOCK_P)
+    row = tl.program_id(1).to(tl.int64)
+    inner: tl.constexpr = H * P
+    slot = tl.load(rows_ptr + row)
+    commits = tl.load(commits_ptr + row)
+    width, state, token = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N), tl.arange(0, BLOCK_L)
+    place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
+    h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
+    used = token < L
+    p_ptr += row * L * U
+    line = p_ptr + token[:, None] * U
+    wide = used[:, None]
+    gate = tl.load(line + (head * P + width)[None, :], mask=wide, other=0.0)
+    x = tl.load(line + (inner + head * P + width)[None, :], mask=wide, other=0.0)
+    group = head // (H // G) * N + state
+    B = tl.load(line + (2 * inner + group)[None, :], mask=wide, other=0.0)
+    c = tl.load(line + (2 * inner + G * N + group)[None, :], mask=wide, other=0.0)
+    step_ptr = p_ptr + 2 * inner + 2 * G * N + head
+    dt = tl.load(step_ptr + token * U, mask=used, other=0.0)
+    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    skip = tl.load(d_ptr + head).to(tl.float32)
+    # y_j = exp(s_j) C_j h + Σ_{i ≤ j} exp(s_j − s_i) dt_i (C_j B_i) x_i, with s_j = A (dt_0 + … + dt_j).
+    # Values of later tokens, which may not be finite, are selected, not multiplied by 0.
+    causal = token[:, None] >= token[None, :]
+    sums = tl.sum(tl.where(causal, dt[None, :], 0.0), axis=1) * rate
+    y = tl.exp(sums)[:, None] * tl.sum(h[None, :, :] * c[:, None, :], axis=2)
+    before = tl.sum(tl.where(token[:, None] <= token[None, :], dt[:, None], 0.0), axis=0) * rate
+    decays = tl.exp(tl.where(causal, sums[:, None] - before[None, :], 0.0))
+    products = tl.sum(c[:, None, :] * B[None, :, :], axis=2)
+    factors = decays * products * dt[None, :]
+    y += tl.sum(tl.where(causal[:, :, None], factors[:, :, None] * x[None, :, :], 0.0), axis=1)
+    y = (y + skip * x) * gate
+    index = row * L + token
+    tl.store(squares_ptr + index * tl.num_programs(0) + tl.program_id(0), tl.sum(y * y, axis=1), mask=used)
+    if NORM:
+        y *= tl.load(norm_ptr + head * P + width).to(tl.float32)[None, :]
+    target = out_ptr + index[:, None] * inner + (head * P + width)[None, :]
+    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=wide)
+    if commits > 0:
+        h = tl.load(place).to(tl.float32)  # loaded again to free registers in between
+        for number in tl.static_range(L):
+            if number < commits:
+                dt_now = tl.load(step_ptr + number * U)
+                x_now = tl.load(p_ptr + number * U + inner + head * P + width)
+                B_now = tl.load(p_ptr + number * U + 2 * inner + group)
+                h = h * tl.exp(dt_now * rate) + (dt_now * x_now)[:, None] * B_now[None, :]
+        tl.store(place, h.to(h_ptr.dtype.element_ty))
+        # The last inputs of the convolution: an entry is read before the one after it replaces it.
+        first = tl.program_id(0) * share
+        channel = first + tl.arange(0, BLOCK_C)
+        mine = (channel < first + share) & (channel < C)
+        entry = tl.load(entries_ptr + slot)
+        for tap in tl.static_range(W - 1):
+            kept = mine & (tap + commits < W - 1)
+            old = taps_ptr + (slot * W + (entry + 1 + tap + commits) % W) * C + channel
+            new = own_ptr + (row * L + commits + tap - (W - 1)) * C + channel
+            fresh = mine & (tap + commits >= W - 1)
+            value = tl.load(old, mask=kept, other=0.0)
+            value = tl.where(fresh, tl.load(new, mask=fresh, other=0.0), value)
+            tl.store(taps_ptr + (slot * W + (entry + 1 + tap) % W) * C + channel, value, mask=mine)
