@@ -16,8 +16,11 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
+from implicit_blocks.decoding.slots.fused_flight import fused_flight
 from implicit_blocks.decoding.slots.fused_map import FusedMap
 from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep
+from implicit_blocks.decoding.slots.wavefront import Wavefront
+from implicit_blocks.decoding.slots.wavefront import _decide as decide
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.ops.attention.slots import attend_slot_windows
 from implicit_blocks.ops.quantization import eight_bits
@@ -279,14 +282,17 @@ def prompts():
     ]
 
 
-def decoder_of(model, *, tokens, fused, slots=2, **options):
+def decoder_of(model, *, tokens, fused, whole=True, slots=2, **options):
     decoder = ContinuousDecoder(model, max_batch_size=slots, max_seq_len=40, max_in_flight=tokens, **options)
     if INTERPRETED and fused:  # as on a GPU, but eager
         batch = decoder.batch
         batch.fused = FusedMap(model, batch.states, batch.weights, max_seq_len=batch.ends.max_seq_len)
         decoder.wavefront.fused = FusedWindows(batch.fused)
+        decoder.wavefront.whole = fused_flight(decoder.wavefront, decoder.wavefront.fused)
     if not fused:
         decoder.batch.fused = None
+    elif not whole:
+        decoder.wavefront.whole = None
     return decoder
 
 
@@ -353,12 +359,24 @@ def test_the_fused_map_of_windows_is_that_of_the_layers(case, length):
                 assert error(own, exact) < 1e-5
 
 
-@pytest.mark.parametrize("tokens", [2, 4])
-@pytest.mark.parametrize("case", [*MIXERS, "composed"])
-def test_texts_of_the_fused_map_are_those_of_sequential_decoding(case, tokens, caplog):
+@pytest.mark.parametrize(
+    ("case", "tokens", "whole"),
+    [
+        ("mamba2", 2, True),
+        ("mamba2", 4, True),
+        ("mamba2", 4, False),
+        ("mamba2-groups", 3, True),
+        ("attention", 4, True),
+        ("attention", 2, False),
+        ("composed", 4, False),
+    ],
+)
+def test_texts_of_the_fused_map_are_those_of_sequential_decoding(case, tokens, whole, caplog):
+    """With whole calls in kernels, or plain operators around the map."""
     model = built("attention", **COMPOSED) if case == "composed" else built(case)
     sampling = Sampling(temperature=1.5)
-    flying, found = decode(model, tokens=tokens, fused=True, sampling=sampling)
+    flying, found = decode(model, tokens=tokens, fused=True, sampling=sampling, whole=whole)
+    assert (flying.wavefront.whole is not None) == whole
     _, expected = decode(model, tokens=1, fused=False, sampling=sampling)
     assert flying.wavefront.fused is not None
     assert "cannot be captured" not in caplog.text
@@ -367,6 +385,71 @@ def test_texts_of_the_fused_map_are_those_of_sequential_decoding(case, tokens, c
         assert [new.token for new in news] == [old.token for old in olds]
         for new, old in zip(news, olds, strict=True):
             torch.testing.assert_close(new.logits, old.logits, atol=5e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "seed"), [(1, 0), (3, 1), (4, 2), (8, 3)])
+@torch.no_grad()
+def test_the_wavefront_kernels_decide_as_the_plain_operators_do(tokens, seed):
+    """From random states: tokens that are solved, given up, dropped, begun anew, and values that diverge."""
+    decoder = decoder_of(built("mamba2"), tokens=max(tokens, 2), fused=True, slots=64)
+    wavefront, batch = decoder.wavefront, decoder.batch
+    if tokens == 1:
+        wavefront = Wavefront(batch, tokens=1)
+        wavefront.whole = fused_flight(wavefront, decoder.wavefront.fused)
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(most, *shape):
+        return torch.randint(most + 1, shape, generator=generator).to(DEVICE)
+
+    def chance(share, *shape):
+        return torch.rand(*shape, generator=generator).to(DEVICE) < share
+
+    shape, order = (64, tokens), torch.arange(tokens, device=DEVICE)
+    wavefront.count_S.copy_(integers(tokens, 64))
+    batch.lengths_S.copy_(integers(20, 64))
+    wavefront.limit_S.copy_(batch.lengths_S + integers(6, 64))
+    flight, rows = wavefront.flight, torch.arange(64, device=DEVICE)[integers(63, 1)[0] :].contiguous()
+    number = torch.minimum(integers(tokens, 64), wavefront.count_S)
+    flight.done.copy_(order < number[:, None])
+    flight.converged.copy_(chance(0.7, *shape))
+    flight.clean.copy_(chance(0.5, *shape))
+    for name in ("tokens", "next"):
+        getattr(flight, name).copy_(integers(1, *shape))
+    for name, most in (("iterations", 9), ("as_head", 120)):
+        getattr(flight, name).copy_(integers(most, *shape))
+    for name in ("z", "best"):
+        getattr(flight, name).copy_(random(*shape, 64))
+    flight.z[chance(0.1, *shape)] = torch.nan
+    flight.scale.copy_(random(*shape).abs())
+    small = torch.tensor([2e-5, 5e-5, 3e-4, 1.0, torch.inf, torch.nan], device=DEVICE)
+    for name in ("residual", "lowest", "within"):
+        most = 5 if name == "residual" else 4
+        getattr(flight, name).copy_(small[integers(most, *shape)])
+    results = wavefront.results(len(rows))
+    for points in (results.value, results.following):
+        points.copy_(random(len(rows), tokens, 64))
+    results.following[chance(0.2, len(rows), tokens)] = torch.inf
+    results.chosen.copy_(integers(1, len(rows), tokens))
+    batch.point("step", rows.tolist())
+    start = copy.deepcopy(state_of(wavefront, results))
+    wavefront.whole.decide(rows, results)
+    found = copy.deepcopy(state_of(wavefront, results))
+    for name, value in state_of(wavefront, results).items():
+        value.copy_(start[name])
+    decide(wavefront, rows, results)
+    expected = state_of(wavefront, results)
+    kept = order < wavefront.count_S[:, None]
+    for name, value in expected.items():
+        ours = found[name]
+        if value.shape[:2] == shape:  # places without a token hold no state that is read
+            ours, value = ours[kept], value[kept]
+        torch.testing.assert_close(ours, value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def state_of(wavefront, results):
+    fields = {name: value for name, value in wavefront.flight._asdict().items() if name != "solver"}
+    counts = {"counts": wavefront.counts_3, "count": wavefront.count_S, "lengths": wavefront.batch.lengths_S}
+    return fields | counts | {"report": results.report}
 
 
 def test_windows_that_are_not_supported_compute_layer_by_layer(caplog):

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
+from implicit_blocks.decoding.slots.fused_flight import FusedFlight, fused_flight
 from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
@@ -97,6 +98,8 @@ class Wavefront:
         """Tokens in flight and windows, summed over all calls, and tokens that began anew."""
         self.fused = fused_windows(batch.fused, tokens=tokens)
         """The map in fused kernels; None: the layers' own operators."""
+        self.whole = fused_flight(self, self.fused)
+        """Whole calls in kernels, for some searches; None: plain operators surround the map."""
         self._results: dict[int, Results] = {}
         self._inputs: tuple[list[int], Inputs] | None = None
 
@@ -146,7 +149,9 @@ class Wavefront:
         Commits the first tokens that are done, and chooses the most likely tokens.
         """
         rows_R = self.batch.places("step", size).rows_R
-        self.batch.do("wave", size, lambda: self._call(rows_R, self.results(size)))
+        whole, results = self._whole(size), self.results(size)
+        call = self._call if whole is None else whole.call
+        self.batch.do("wave", size, lambda: call(rows_R, results))
 
     def keys(self, rows_R: Tensor) -> Tensor:
         """Return the keys of the noise of the chosen tokens, (R, W)."""
@@ -157,7 +162,15 @@ class Wavefront:
     def decide(self, size: int) -> None:
         """Decide which tokens are solved, begin anew, begin or continue, given the chosen tokens."""
         rows_R = self.batch.places("step", size).rows_R
-        self.batch.do("decide", size, lambda: _decide(self, rows_R, self.results(size)))
+        whole, results = self._whole(size), self.results(size)
+        if whole is not None:
+            self.batch.do("decide", size, lambda: whole.decide(rows_R, results))
+        else:
+            self.batch.do("decide", size, lambda: _decide(self, rows_R, results))
+
+    def _whole(self, size: int) -> FusedFlight | None:
+        """Return the calls in kernels, or None where plain operators surround the map."""
+        return self.whole if self.batch.fused is not None and size * self.tokens <= MANY else None
 
     def _width(self, rows_R: Tensor) -> int:
         """Return the number of tokens of a call: all W if captured, else those in flight."""

@@ -80,6 +80,8 @@ def linear_window(
     next_norm_M: Tensor | None = None,
     next_eps: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    rounded: bool = False,
+    out_TM: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Operand | None]:
     """Return ``W x + b`` of all tokens, (T, M), and the next operand.
@@ -99,6 +101,8 @@ def linear_window(
         next_norm_M: the weight of the norm before the next product, whose operand is returned, in x's dtype.
         next_eps: that norm's.
         dtype: of the result.
+        rounded: round the result to x's dtype first.
+        out_TM: where the result is written, contiguous; None: a new tensor.
         tiles: instead of those for this shape.
 
     """
@@ -109,7 +113,7 @@ def linear_window(
     columns = min(max(triton.next_power_of_2(tokens), COLUMNS[0]), COLUMNS[1])
     together = columns // length * length  # whole windows
     programs = triton.cdiv(outputs, chosen.outputs)
-    out = torch.empty(tokens, outputs, dtype=dtype, device=device)
+    out = torch.empty(tokens, outputs, dtype=dtype, device=device) if out_TM is None else out_TM
     following, squares = out, out
     if next_norm_M is not None:
         following = torch.empty(tokens, outputs, dtype=x.value_TK.dtype, device=device)
@@ -142,7 +146,7 @@ def linear_window(
             x.eps,
             *conv_arguments,
             K=width,
-            L=length,
+            L=1 if conv is None else length,  # elsewhere not used, and a variant to compile
             PARTS=parts,
             BLOCK_X=1 if parts == 0 else triton.next_power_of_2(parts),
             HAS_BIAS=bias_M is not None,
@@ -155,6 +159,7 @@ def linear_window(
             W=1 if conv is None else conv.inputs.taps,
             HAS_CONV_BIAS=conv is not None and conv.inputs.conv_bias_C is not None,
             NEXT=next_norm_M is not None,
+            ROUNDED=rounded,
             PRECISION="tf32" if half else "ieee",  # of float32 operands alone
             BLOCK_M=chosen.outputs,
             BLOCK_T=columns,
@@ -287,6 +292,7 @@ def _linear_window(
     W: tl.constexpr,
     HAS_CONV_BIAS: tl.constexpr,
     NEXT: tl.constexpr,
+    ROUNDED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -375,6 +381,8 @@ def _linear_window(
             y += value.to(tl.float32) * scale[:, None]
         softplus = tl.where(y > 20.0, y, tl.log(1.0 + tl.exp(y)))
         y = tl.where((channel >= C)[:, None], softplus, y * tl.sigmoid(y))
+    if ROUNDED:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=both)
     if NEXT:
         scaled = y * tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]

@@ -1,0 +1,125 @@
+"""Calls on tokens in flight in a few kernels around the map: Picard iteration of models without other parts.
+
+Shape legend: R rows of a call, each in a slot; W tokens in flight, T = R · W tokens of a call, row by row; U
+injection width, E width of what the injection reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.decoding.slots.fused_map import FusedMap
+from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep
+from implicit_blocks.injections.projection import Projection
+from implicit_blocks.layers import Linear
+from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.parts import scaled
+from implicit_blocks.solvers import Picard
+
+if TYPE_CHECKING:
+    from implicit_blocks.decoding.slots.wavefront import Results, Wavefront
+    from implicit_blocks.ops.kernels.decoding_wavefront import Windows
+
+
+def fused_flight(wavefront: Wavefront, fused: FusedWindows | None) -> FusedFlight | None:
+    """Return the calls in kernels, or None where plain operators surround the map."""
+    batch = wavefront.batch
+    model = batch.model
+    if fused is None or not isinstance(model, ImplicitLM) or not FusedMap.searches(batch.search):
+        return None
+    parts = (model.prelude, model.prelude_norm, model.start)
+    if any(part is not None for part in parts) or not batch.ends.plain or model.spec.core_residual:
+        return None
+    return FusedFlight(wavefront, fused)
+
+
+class FusedFlight:
+    """The calls of a ``Wavefront`` whose search is a plain Picard iteration from zeros."""
+
+    def __init__(self, wavefront: Wavefront, fused: FusedWindows) -> None:
+        self.wavefront, self.fused = wavefront, fused
+
+    def call(self, rows_R: Tensor, results: Results) -> None:
+        """Call the map on all windows; see ``Wavefront.call``."""
+        from implicit_blocks.ops.kernels.decoding_wavefront import begin_tokens, take_values
+        from implicit_blocks.ops.kernels.decoding_window import Operand, linear_window
+
+        batch, windows = self.wavefront.batch, self._windows()
+        model, solver, stopping = batch.model, batch.search.solver, batch.search.stopping
+        assert isinstance(solver, Picard)
+        assert stopping is not None
+        begun = begin_tokens(windows, rows_R)
+        u_TU, e_TE = self._injected(rows_R)
+        step = WindowStep(self.wavefront.tokens, rows_R, begun.lengths_R, begun.commits_R, u_TU)
+        hidden = take_values(
+            windows,
+            rows_R,
+            self.fused(begun.z_TD, step, e_TE),
+            value_TD=results.value,
+            following_TD=results.following,
+            damping=solver.damping,
+            relative=stopping.norm == "relative",
+            dtype=batch.head.dtype,
+        )
+        logits = results.logits.flatten(0, 1)
+        head = batch.head[: logits.shape[-1]]
+        linear_window(Operand(hidden), head, length=self.wavefront.tokens, rounded=True, out_TM=logits)
+        if model.spec.logit_scale != 1 or model.spec.logit_softcap is not None:
+            results.logits.copy_(model.scale_logits(results.logits))
+        torch.argmax(results.logits, -1, out=results.chosen)
+
+    def decide(self, rows_R: Tensor, results: Results) -> None:
+        """Decide on all tokens; see ``Wavefront.decide``."""
+        from implicit_blocks.ops.kernels.decoding_wavefront import decide_tokens
+
+        stopping = self.wavefront.batch.search.stopping
+        assert stopping is not None
+        decide_tokens(
+            self._windows(),
+            rows_R,
+            value_RWD=results.value,
+            following_RWD=results.following,
+            chosen_RW=results.chosen,
+            report_5RW=results.report,
+            counts_3=self.wavefront.counts_3,
+            tolerance=stopping.tolerance,
+            max_iterations=stopping.max_iterations,
+        )
+
+    def _windows(self) -> Windows:
+        from implicit_blocks.ops.kernels.decoding_wavefront import Windows
+
+        wavefront = self.wavefront
+        fields = {name: value for name, value in wavefront.flight._asdict().items() if name != "solver"}
+        return Windows(
+            **fields,
+            count_S=wavefront.count_S,
+            lengths_S=wavefront.batch.lengths_S,
+            limit_S=wavefront.limit_S,
+        )
+
+    def _injected(self, rows_R: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return what the tokens' embeddings add to the mixers' projections, (T, U), and ``e``, (T, E)."""
+        from implicit_blocks.ops.kernels.decoding import add_norm
+        from implicit_blocks.ops.kernels.decoding_window import Operand, linear_window
+
+        batch, tokens = self.wavefront.batch, self.wavefront.tokens
+        model = batch.model
+        x_TD = model.embedding(self.wavefront.flight.tokens[rows_R].flatten())
+        x_TD = scaled(x_TD, model.spec.embedding_scale)
+        injection = model.injection
+        if type(injection) is Projection and type(injection.proj) is Linear:
+            with batch.weights.activate():
+                weight, bias = injection.proj.current()
+            if weight.dtype == self.fused.dtype:
+                norm = injection.norm
+                _, normed = add_norm(x_TD, None, norm.weight, eps=norm.eps, dtype=weight.dtype)
+                u_TU, _ = linear_window(
+                    Operand(normed), weight.detach().contiguous(), bias, length=tokens, dtype=weight.dtype
+                )
+                return u_TU, None
+        u, e = model.inject(x_TD, batch.weights)
+        return (None if u is None else u.contiguous()), e

@@ -1,0 +1,340 @@
+"""The kernels around the map in a call on tokens in flight: begin tokens, measure values, decide.
+
+They compute what ``implicit_blocks.decoding.slots.wavefront`` computes in about two hundred operators of a
+microsecond or two, for Picard iteration: one kernel before the map, one after it, and one that decides.
+
+Shape legend: S slots, R rows of a call, each in a slot; W tokens in flight, T = R · W, row by row; D model
+width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.decoding import on_device
+from implicit_blocks.ops.kernels.residual import narrow, relative_residual
+from implicit_blocks.solution import RELATIVE_FLOOR, SMALLEST_SCALE
+
+
+class Windows(NamedTuple):
+    """The fields of ``Flight`` and ``Wavefront`` that the kernels update in place, (S, W, …) and (S,).
+
+    Points are float32, numbers float32 but float64 scales, counts int64, flags bool.
+    """
+
+    tokens: Tensor
+    next: Tensor
+    z: Tensor
+    best: Tensor
+    lowest: Tensor
+    residual: Tensor
+    scale: Tensor
+    iterations: Tensor
+    as_head: Tensor
+    fresh: Tensor
+    clean: Tensor
+    within: Tensor
+    done: Tensor
+    converged: Tensor
+    count_S: Tensor
+    lengths_S: Tensor
+    limit_S: Tensor
+
+    def pointers(self) -> tuple[Tensor, ...]:
+        """Return the arguments for kernels."""
+        return tuple(t.view(torch.int8) if t.dtype == torch.bool else t for t in self)
+
+
+class Begun(NamedTuple):
+    """The inputs of the map: points (T, D), lengths (R,), numbers of tokens that it commits (R,)."""
+
+    z_TD: Tensor
+    lengths_R: Tensor
+    commits_R: Tensor
+
+
+def begin_tokens(windows: Windows, rows_R: Tensor) -> Begun:
+    """Begin fresh tokens at zeros, count the calls, and return the inputs of the map."""
+    rows, (_, tokens, width) = len(rows_R), windows.z.shape
+    z = windows.z.new_empty(rows * tokens, width)
+    lengths, commits = torch.empty_like(rows_R), torch.empty_like(rows_R)
+    with on_device(z.device):
+        _begin_tokens[(rows * tokens,)](
+            rows_R,
+            *windows.pointers(),
+            z,
+            lengths,
+            commits,
+            width,
+            SMALLEST=SMALLEST_SCALE,  # as an argument it would be a float32, 0
+            W=tokens,
+            BLOCK_W=triton.next_power_of_2(tokens),
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=4,
+        )
+    return Begun(z, lengths, commits)
+
+
+def take_values(
+    windows: Windows,
+    rows_R: Tensor,
+    fz_TD: Tensor,
+    *,
+    value_TD: Tensor,
+    following_TD: Tensor,
+    damping: float,
+    relative: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Store values and next points, and update residuals; return the values in ``dtype``.
+
+    A value that is not finite is replaced by its point, after its residual is measured.
+    """
+    tokens, width = windows.z.shape[1:]
+    hidden = torch.empty_like(fz_TD, dtype=dtype)
+    with on_device(fz_TD.device):
+        _take_values[(len(fz_TD),)](
+            rows_R,
+            fz_TD,
+            windows.z,
+            windows.residual,
+            windows.scale,
+            value_TD,
+            following_TD,
+            hidden,
+            width,
+            damping,
+            RELATIVE_FLOOR,
+            RELATIVE=relative,
+            W=tokens,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=4,
+        )
+    return hidden
+
+
+def decide_tokens(
+    windows: Windows,
+    rows_R: Tensor,
+    *,
+    value_RWD: Tensor,
+    following_RWD: Tensor,
+    chosen_RW: Tensor,
+    report_5RW: Tensor,
+    counts_3: Tensor,
+    tolerance: float,
+    max_iterations: int,
+) -> None:
+    """Decide which tokens are solved, begin anew, begin or continue, and move the windows."""
+    rows, tokens, width = value_RWD.shape
+    with on_device(value_RWD.device):
+        _decide_tokens[(rows,)](
+            rows_R,
+            *windows.pointers(),
+            value_RWD,
+            following_RWD,
+            chosen_RW,
+            report_5RW,
+            counts_3,
+            width,
+            rows * tokens,
+            tolerance,
+            max_iterations,
+            W=tokens,
+            BLOCK_W=triton.next_power_of_2(tokens),
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=8,
+        )
+
+
+@triton.jit
+def _begin_tokens(
+    rows_ptr, tokens_ptr, next_ptr, z_ptr, best_ptr, lowest_ptr, residual_ptr, scale_ptr, iterations_ptr,
+    as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
+    z_out_ptr, lengths_out_ptr, commits_out_ptr, D,
+    SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // W
+    number = tl.program_id(0).to(tl.int64) % W
+    slot = tl.load(rows_ptr + row)
+    other, column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK)
+    every = tl.load(done_ptr + slot * W + other, mask=other < W, other=0).to(tl.int64)
+    commits = tl.sum(every, axis=0)
+    at = slot * W + number
+    fresh = tl.load(fresh_ptr + at) != 0
+    done = tl.load(done_ptr + at) != 0
+    as_head = tl.load(as_head_ptr + at)
+    iterations = tl.load(iterations_ptr + at)
+    tl.debug_barrier()  # all threads have loaded what the stores below replace
+    head = number == commits
+    begins = head & (fresh | (as_head == 0))
+    real = column < D
+    z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
+    z = tl.where(fresh, 0.0, z)
+    tl.store(z_ptr + at * D + column, z, mask=real)
+    tl.store(z_out_ptr + tl.program_id(0).to(tl.int64) * D + column, z, mask=real)
+    tl.store(best_ptr + at * D + column, z, mask=real & begins)
+    tl.store(lowest_ptr + at, float("inf"), mask=begins)
+    tl.store(scale_ptr + at, SMALLEST, mask=fresh)
+    tl.store(iterations_ptr + at, tl.where(fresh, 0, iterations) + (done == 0).to(tl.int64))
+    tl.store(as_head_ptr + at, tl.where(fresh, 0, as_head) + head.to(tl.int64))
+    tl.store(clean_ptr + at, head.to(tl.int8), mask=fresh)
+    tl.store(within_ptr + at, float("inf"), mask=fresh)
+    tl.store(fresh_ptr + at, 0)
+    if number == 0:
+        tl.store(lengths_out_ptr + row, tl.load(lengths_ptr + slot))
+        tl.store(commits_out_ptr + row, commits)
+
+
+@triton.jit
+def _take_values(
+    rows_ptr, fz_ptr, z_ptr, residual_ptr, scale_ptr, value_ptr, following_ptr, hidden_ptr, D, damping, floor,
+    RELATIVE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.load(rows_ptr + token // W) * W + token % W
+    column = tl.arange(0, BLOCK)
+    real = column < D
+    fz = tl.load(fz_ptr + token * D + column, mask=real, other=0.0)
+    z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
+    step = fz - z
+    wide = step.to(tl.float64)  # float32 cannot hold squares of numbers above 2e19
+    residual = tl.sqrt(tl.sum(wide * wide))
+    if RELATIVE:
+        size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
+        residual, scale = relative_residual(residual, size, tl.load(scale_ptr + at), floor)
+        tl.store(scale_ptr + at, scale)
+    tl.store(residual_ptr + at, narrow(residual))
+    # as torch.lerp
+    further = tl.where(damping < 0.5, z + damping * step, fz - step * (1.0 - damping))
+    value = tl.where(tl.abs(tl.sum(fz)) < float("inf"), fz, z)
+    tl.store(value_ptr + token * D + column, value, mask=real)
+    tl.store(following_ptr + token * D + column, further, mask=real)
+    tl.store(hidden_ptr + token * D + column, value.to(hidden_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _moved(field, moves):
+    """Return the entries of a vector that the rows of ``moves`` select, one each."""
+    return tl.sum(tl.where(moves, field[None, :], 0), axis=1)
+
+
+@triton.jit
+def _any(flags):
+    return tl.max(flags.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _decide_tokens(
+    rows_ptr, tokens_ptr, next_ptr, z_ptr, best_ptr, lowest_ptr, residual_ptr, scale_ptr, iterations_ptr,
+    as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
+    value_ptr, following_ptr, chosen_ptr, report_ptr, counts_ptr, D, T, tolerance, most,
+    W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + row)
+    order = tl.arange(0, BLOCK_W).to(tl.int64)
+    real = order < W
+    at, here = slot * W + order, row * W + order
+    count, length = tl.load(count_ptr + slot), tl.load(lengths_ptr + slot)
+    limit = tl.load(limit_ptr + slot)
+    tokens = tl.load(tokens_ptr + at, mask=real, other=0)
+    lowest = tl.load(lowest_ptr + at, mask=real, other=0.0)
+    residual = tl.load(residual_ptr + at, mask=real, other=0.0)
+    scale = tl.load(scale_ptr + at, mask=real, other=0.0)
+    iterations = tl.load(iterations_ptr + at, mask=real, other=0)
+    as_head = tl.load(as_head_ptr + at, mask=real, other=0)
+    clean = tl.load(clean_ptr + at, mask=real, other=0) != 0
+    was_within = tl.load(within_ptr + at, mask=real, other=0.0)
+    done = tl.load(done_ptr + at, mask=real, other=0) != 0
+    converged = tl.load(converged_ptr + at, mask=real, other=0) != 0
+    chosen = tl.load(chosen_ptr + here, mask=real, other=0)
+    chosen = tl.where(done & converged, tl.load(next_ptr + at, mask=real, other=0), chosen)
+    later = real & (order > 0)
+    known = tl.load(done_ptr + at - 1, mask=later, other=0) & tl.load(
+        converged_ptr + at - 1, mask=later, other=0
+    )
+    before = tl.load(chosen_ptr + here - 1, mask=later, other=0)
+    before = tl.where(known != 0, tl.load(next_ptr + at - 1, mask=later, other=0), before)
+    tl.debug_barrier()  # all threads have loaded what the stores below replace
+    commits = tl.sum(done.to(tl.int64), axis=0)
+    flying = real & (order < count)
+    head = (order == commits) & flying
+    finite = tl.abs(residual) < float("inf")
+    # A successor that is in flight stays so if its own token is still the one chosen, and finite.
+    bad = _any(head & (finite == 0))
+    stays = ((tokens == before) & (finite | head | done)) | (order == 0)
+    stays = stays & ((order <= commits) | (bad == 0)) & flying
+    causal = order[:, None] >= order[None, :]
+    stays = tl.min(tl.where(causal, stays.to(tl.int32)[None, :], 1), axis=1) > 0
+    end = tl.sum(stays.to(tl.int64), axis=0)  # the number of tokens that stay in flight
+    own = tl.where(done, 0.0, tl.where(residual == residual, residual, float("inf")))
+    deciding = tl.max(tl.where(causal, own[None, :], 0.0), axis=1)
+    within = stays & (done == 0) & (deciding <= tolerance)
+    solved = within & (was_within < float("inf"))
+    # The head decides as in sequential decoding.
+    improved = head & (residual < lowest)
+    lowest = tl.where(improved, residual, lowest)
+    stops = head & stays & (solved == 0) & ((finite == 0) | ((as_head >= most) & (within == 0)))
+    given_up, again = stops & clean, stops & (clean == 0)
+    reported = solved | (done & (converged == 0))
+    report = report_ptr + here
+    tl.store(report, reported.to(tl.float64), mask=real)
+    tl.store(report + T, chosen.to(tl.float64), mask=real)
+    tl.store(report + 2 * T, (iterations - (done == 0).to(tl.int64)).to(tl.float64), mask=real)
+    tl.store(report + 3 * T, tl.where(done, lowest, was_within).to(tl.float64), mask=real)
+    tl.store(report + 4 * T, ((done == 0) | (lowest <= tolerance)).to(tl.float64), mask=real)
+    new_within = tl.where(within, residual, float("inf"))
+    new_done = solved | given_up
+    # The windows move past the committed tokens; one token begins after those that stay.
+    last = order == tl.maximum(end - 1, 0)
+    usable = _any(last & (finite | new_done | (order < commits)))
+    begins = (count > 0) & (end - commits < W) & (length + end < limit) & usable
+    token = tl.sum(tl.where(last, chosen, 0), axis=0)
+    place = end - commits
+    kept = order < place
+    fresh = (order == place) & begins
+    moves = tl.minimum(order + commits, W - 1)[:, None] == order[None, :]
+    anew = (_moved(again.to(tl.int32), moves) > 0) & kept
+    tl.store(tokens_ptr + at, tl.where(fresh, token, _moved(tokens, moves)), mask=real)
+    tl.store(next_ptr + at, _moved(chosen, moves), mask=real)
+    tl.store(lowest_ptr + at, _moved(lowest, moves), mask=real)
+    tl.store(residual_ptr + at, _moved(residual, moves), mask=real)
+    tl.store(scale_ptr + at, _moved(scale, moves), mask=real)
+    tl.store(iterations_ptr + at, _moved(iterations, moves), mask=real)
+    tl.store(as_head_ptr + at, _moved(as_head, moves), mask=real)
+    tl.store(fresh_ptr + at, (anew | fresh).to(tl.int8), mask=real)
+    tl.store(clean_ptr + at, _moved(clean.to(tl.int32), moves).to(tl.int8), mask=real)
+    tl.store(within_ptr + at, _moved(new_within, moves), mask=real)
+    tl.store(done_ptr + at, ((_moved(new_done.to(tl.int32), moves) > 0) & kept).to(tl.int8), mask=real)
+    tl.store(converged_ptr + at, _moved(solved.to(tl.int32), moves).to(tl.int8), mask=real)
+    tl.store(count_ptr + slot, place + begins.to(tl.int64))
+    tl.store(lengths_ptr + slot, length + commits)
+    tl.atomic_add(counts_ptr, count)
+    tl.atomic_add(counts_ptr + 1, (count > 0).to(tl.int64))
+    restarts = ((end < count) & begins).to(tl.int64) + _any(anew).to(tl.int64)
+    tl.atomic_add(counts_ptr + 2, restarts)
+    column = tl.arange(0, BLOCK)
+    wide = column < D
+    for number in tl.static_range(W):  # a point is read before the one of an earlier place replaces it
+        source = tl.minimum(number + commits, W - 1)
+        this = order == source
+        here_z, here_value = (slot * W + source) * D + column, (row * W + source) * D + column
+        old = tl.load(z_ptr + here_z, mask=wide, other=0.0)
+        best = tl.load(best_ptr + here_z, mask=wide, other=0.0)
+        value = tl.load(value_ptr + here_value, mask=wide, other=0.0)
+        following = tl.load(following_ptr + here_value, mask=wide, other=0.0)
+        best = tl.where(_any(this & improved), value, best)
+        z = tl.where(_any(this & stays & (done == 0)), following, old)
+        z = tl.where(_any(this & solved), value, z)
+        z = tl.where(_any(this & given_up), best, z)
+        z = tl.where(tl.abs(tl.sum(z, axis=0)) < float("inf"), z, old)
+        z = tl.where(number < place, z, 0.0)
+        target = (slot * W + number) * D + column
+        tl.store(z_ptr + target, z, mask=wide)
+        tl.store(best_ptr + target, best, mask=wide)
