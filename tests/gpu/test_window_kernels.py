@@ -19,6 +19,7 @@ from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
 from implicit_blocks.decoding.slots.fused_flight import fused_flight
 from implicit_blocks.decoding.slots.fused_map import FusedMap
 from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep
+from implicit_blocks.decoding.slots.quantized import _rounded
 from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.decoding.slots.wavefront import _decide as decide
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
@@ -287,7 +288,7 @@ def decoder_of(model, *, tokens, fused, whole=True, slots=2, **options):
     if INTERPRETED and fused:  # as on a GPU, but eager
         batch = decoder.batch
         batch.fused = FusedMap(model, batch.states, batch.weights, max_seq_len=batch.ends.max_seq_len)
-        decoder.wavefront.fused = FusedWindows(batch.fused)
+        decoder.wavefront.fused = FusedWindows(batch.fused, torch.float32)
         decoder.wavefront.whole = fused_flight(decoder.wavefront, decoder.wavefront.fused)
     if not fused:
         decoder.batch.fused = None
@@ -444,6 +445,40 @@ def test_the_wavefront_kernels_decide_as_the_plain_operators_do(tokens, seed):
         if value.shape[:2] == shape:  # places without a token hold no state that is read
             ours, value = ours[kept], value[kept]
         torch.testing.assert_close(ours, value, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("case", ["mamba2", "attention"])
+@torch.no_grad()
+def test_a_step_with_codes_is_that_of_the_rounded_weights(case):
+    """In kernels, with weights in 8 bits, and in plain operators, with weights rounded to their values."""
+    found = []
+    for kernels in (True, False):
+        decoder = ContinuousDecoder(built(case), max_batch_size=4, max_seq_len=40, search_dtype=torch.int8)
+        batch, quantized = decoder.batch, decoder.quantized
+        if kernels and INTERPRETED:
+            room = batch.ends.max_seq_len
+            fused = FusedMap(batch.model, batch.states, batch.weights, max_seq_len=room, quantized=True)
+            quantized.fused, quantized.windows = fused, FusedWindows(fused, torch.float32)
+        if not kernels:
+            quantized.fused, quantized.windows = None, None
+            quantized.weights = _rounded(batch.weights)
+        torch.manual_seed(1)
+        for tensor in (batch.search.z, batch.search.best, batch.ends.u_SU):
+            tensor.copy_(random(*tensor.shape))
+        batch.search.z[1] = torch.inf
+        batch.lengths_S.copy_(torch.tensor([3, 0, 9, 5]))
+        batch.busy_S.copy_(torch.tensor([True, True, True, False]))
+        batch.search.done.copy_(torch.tensor([False, False, True, False]))
+        batch.search.iterations.copy_(torch.tensor([5, 3, 4, 7]))
+        quantized.coarse_S.fill_(True)
+        assert (quantized.windows is not None) == kernels
+        for _ in range(3):
+            quantized._step(torch.tensor([3, 0, 2, 1], device=DEVICE))
+        search = batch.search
+        found.append((search.z, search.best, search.iterations, quantized.coarse_S))
+    assert found[0][3].tolist() == [True, False, True, True]
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 def state_of(wavefront, results):

@@ -53,34 +53,41 @@ def fused_windows(fused: FusedMap | None, *, tokens: int) -> FusedWindows | None
     """
     if fused is None:
         return None
-    why = _obstacle(fused, tokens)
+    dtype = fused.layers[0].mixer.in_proj.weight.dtype
+    why = windows_obstacle(fused, tokens=tokens, dtype=dtype)
     if why is not None:
         _LOG.info("calls on tokens in flight compute layer by layer, without fused kernels: %s", why)
         return None
-    return FusedWindows(fused)
+    return FusedWindows(fused, dtype)
 
 
-def _obstacle(fused: FusedMap, tokens: int) -> str | None:
+def windows_obstacle(fused: FusedMap, *, tokens: int, dtype: torch.dtype) -> str | None:
     """Return the reason why fused kernels do not support windows, or None."""
     if tokens > LONGEST:
         return f"windows have {tokens} tokens, more than {LONGEST}"
+    if dtype == torch.float16:
+        return "products of float16 could overflow before their norm"
     for layer in fused.layers:
-        mixer = layer.mixer
-        if mixer.in_proj.weight.dtype == torch.float16:
-            return "products of float16 could overflow before their norm"
-        if isinstance(mixer, FusedAttention) and mixer.states.keys.shape[-1] < 16:
-            return f"heads have {mixer.states.keys.shape[-1]} features, fewer than 16"
+        if isinstance(layer.mixer, FusedAttention):
+            states = layer.mixer.states
+            if states.key_scales is not None:
+                return "keys are stored in 8 bits"
+            if states.keys.shape[-1] < 16:
+                return f"heads have {states.keys.shape[-1]} features, fewer than 16"
     return None
 
 
 class FusedWindows:
-    """``f(z)`` of a window in each slot; the states of committed tokens are replaced in place."""
+    """``f(z)`` of a window in each slot; the states of committed tokens are replaced in place.
 
-    def __init__(self, fused: FusedMap) -> None:
-        self.fused = fused
-        weight = fused.layers[0].mixer.in_proj.weight
-        self.dtype = weight.dtype
-        """The dtype of the inputs of products."""
+    Args:
+        fused: the layers, whose weights may be in 8 bits.
+        dtype: of the inputs of products, that of weights that are not in 8 bits.
+
+    """
+
+    def __init__(self, fused: FusedMap, dtype: torch.dtype) -> None:
+        self.fused, self.dtype = fused, dtype
 
     def __call__(self, z_TD: Tensor, step: WindowStep, e_TE: Tensor | None) -> Tensor:
         """Return ``f(z)`` of all tokens, row by row."""

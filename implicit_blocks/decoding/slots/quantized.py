@@ -23,11 +23,13 @@ from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.decoding.slots.batch import SlotBatch, bound_map
 from implicit_blocks.decoding.slots.fused_layers import FEW
 from implicit_blocks.decoding.slots.fused_map import FusedMap
+from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep, windows_obstacle
 from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.interfaces import SearchingSolver
 from implicit_blocks.layers import Linear
 from implicit_blocks.ops.quantization import eight_bits
 from implicit_blocks.search.status import Status
+from implicit_blocks.solvers import Picard
 from implicit_blocks.weights.cache import WeightCache
 
 _LOG = logging.getLogger(__name__)
@@ -92,12 +94,17 @@ class QuantizedSearch:
         self.calls = 0
         """The number of calls with weights in 8 bits."""
         self.fused: FusedMap | None = None
+        self.windows: FusedWindows | None = None
+        """The map as that of windows of one token, whose matrix units take codes; None: not supported."""
         self.weights: WeightCache | None = None
         if batch.fused is not None:
             max_seq_len = batch.ends.max_seq_len
             self.fused = FusedMap(
                 batch.model, batch.states, batch.weights, max_seq_len=max_seq_len, quantized=True
             )
+            dtype = batch.fused.layers[0].mixer.in_proj.weight.dtype
+            if windows_obstacle(self.fused, tokens=1, dtype=dtype) is None:
+                self.windows = FusedWindows(self.fused, dtype)
         else:
             self.weights = _rounded(batch.weights)
         self._flags: AsyncHostCopy | None = None
@@ -142,6 +149,9 @@ class QuantizedSearch:
     @torch.no_grad()
     def _step(self, rows_R: Tensor) -> None:
         batch, search = self.batch, self.batch.search
+        if self.windows is not None and FusedMap.searches(search):
+            self._fused_step(self.windows, rows_R)
+            return
         lengths_R, z_RD = batch.lengths_S[rows_R], search.z[rows_R]
         active_R = batch.busy_S[rows_R] & ~search.done[rows_R]
         if self.fused is not None:
@@ -182,6 +192,33 @@ class QuantizedSearch:
         ):
             where = anew.view(-1, *[1] * (new.ndim - 1))
             whole[rows_R] = torch.where(where, start, new)
+
+    def _fused_step(self, windows: FusedWindows, rows_R: Tensor) -> None:
+        """Take a step of plain Picard iteration in kernels."""
+        from implicit_blocks.ops.kernels.decoding_search import take_coarse, take_up
+
+        batch, search, ends = self.batch, self.batch.search, self.batch.ends
+        solver, stopping = search.solver, search.stopping
+        assert isinstance(solver, Picard)
+        assert stopping is not None
+        z_RD, lengths_R, _ = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
+        u_RU, e_RE = (None if kept is None else kept[rows_R] for kept in (ends.u_SU, ends.e_SE))
+        step = WindowStep(1, rows_R, lengths_R, torch.zeros_like(lengths_R), u_RU)
+        take_coarse(
+            windows(z_RD, step, e_RE),
+            rows_R,
+            z_SD=search.z,
+            best_SD=search.best,
+            busy_S=batch.busy_S,
+            done_S=search.done,
+            coarse_S=self.coarse_S,
+            scale_S=search.scale,
+            iterations_S=search.iterations,
+            damping=solver.damping,
+            begin_fine=max(BEGIN_FINE, stopping.tolerance),
+            max_iterations=stopping.max_iterations,
+            relative=stopping.norm == "relative",
+        )
 
 
 def _rounded(weights: WeightCache) -> WeightCache:

@@ -106,6 +106,50 @@ def take_in(
         )
 
 
+def take_coarse(
+    fz_RD: Tensor,
+    rows_R: Tensor,
+    *,
+    z_SD: Tensor,
+    best_SD: Tensor,
+    busy_S: Tensor,
+    done_S: Tensor,
+    coarse_S: Tensor,
+    scale_S: Tensor,
+    iterations_S: Tensor,
+    damping: float,
+    begin_fine: float,
+    max_iterations: int,
+    relative: bool,
+) -> None:
+    """Take a Picard step by a value with weights in 8 bits, in slots that search.
+
+    Computes what ``QuantizedSearch`` computes: a slot leaves ``coarse_S`` if its residual is at most
+    ``begin_fine``, after half of its iterations, or if its value is not finite, and then keeps its point.
+    """
+    width = fz_RD.shape[1]
+    with on_device(fz_RD.device):
+        _take_coarse[(len(rows_R),)](
+            fz_RD,
+            rows_R,
+            z_SD,
+            best_SD,
+            busy_S.view(torch.int8),
+            done_S.view(torch.int8),
+            coarse_S.view(torch.int8),
+            scale_S,
+            iterations_S,
+            width,
+            damping,
+            begin_fine,
+            max_iterations,
+            RELATIVE_FLOOR,
+            RELATIVE=relative,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=4,
+        )
+
+
 @triton.jit
 def _take_up(
     z_ptr,
@@ -185,13 +229,14 @@ def _take_in(
     # as torch.lerp
     further = tl.where(damping < 0.5, z + damping * step, fz - step * (1.0 - damping))
     z = tl.where(active, tl.where(ended, best, further), z)
+    converged = (tl.load(converged_ptr + slot) != 0) | reached
+    done = (tl.load(done_ptr + slot) != 0) | ended
+    tl.debug_barrier()  # all threads have loaded what the stores below replace
     tl.store(best_ptr + slot * D + column, best, mask=real)
     tl.store(z_ptr + slot * D + column, z, mask=real)
     tl.store(residual_ptr + slot, lowest)
     tl.store(iterations_ptr + slot, iterations)
-    converged = (tl.load(converged_ptr + slot) != 0) | reached
     tl.store(converged_ptr + slot, converged.to(tl.int8))
-    done = (tl.load(done_ptr + slot) != 0) | ended
     tl.store(done_ptr + slot, (done & (committing == 0)).to(tl.int8))
     if committing:
         sound = tl.abs(tl.sum(fz)) < float("inf")  # after an overflow the value stays what it was
@@ -202,3 +247,49 @@ def _take_in(
             entry = entries_ptr + layer.to(tl.int64) * S + slot
             moved = (tl.load(entry, mask=layer < Y, other=0) + 1) % taps
             tl.store(entry, moved, mask=layer < Y)
+
+
+@triton.jit
+def _take_coarse(
+    fz_ptr,
+    rows_ptr,
+    z_ptr,
+    best_ptr,
+    busy_ptr,
+    done_ptr,
+    coarse_ptr,
+    scale_ptr,
+    iterations_ptr,
+    D,
+    damping,
+    begin_fine,
+    max_iterations,
+    floor,
+    RELATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows_ptr + row)
+    column = tl.arange(0, BLOCK)
+    real = column < D
+    active = (tl.load(busy_ptr + slot) != 0) & (tl.load(done_ptr + slot) == 0)
+    coarse = tl.load(coarse_ptr + slot) != 0
+    iterations = tl.load(iterations_ptr + slot) + active.to(tl.int64)
+    fz = tl.load(fz_ptr + row * D + column, mask=real, other=0.0)
+    z = tl.load(z_ptr + slot * D + column, mask=real, other=0.0)
+    step = fz - z
+    squares = step.to(tl.float64) * step.to(tl.float64)  # float32 cannot hold squares of numbers above 2e19
+    residual = tl.sqrt(tl.sum(squares))
+    if RELATIVE:
+        size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
+        residual, _ = relative_residual(residual, size, tl.load(scale_ptr + slot), floor)
+    # as torch.lerp
+    further = tl.where(damping < 0.5, z + damping * step, fz - step * (1.0 - damping))
+    finite = (tl.abs(tl.sum(further)) < float("inf")) & (residual < float("inf"))
+    moves = active & finite
+    far = finite & (residual > begin_fine) & (2 * iterations < max_iterations)
+    tl.debug_barrier()  # all threads have loaded what the stores below replace
+    tl.store(z_ptr + slot * D + column, further, mask=real & moves)
+    tl.store(best_ptr + slot * D + column, further, mask=real & moves)
+    tl.store(iterations_ptr + slot, iterations)
+    tl.store(coarse_ptr + slot, (coarse & (far | (active == 0))).to(tl.int8))
