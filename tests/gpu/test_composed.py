@@ -25,7 +25,7 @@ def _exact_products():
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("case", CASES)
-def test_captured_slots_generate_the_tokens_of_single_passes(case, layers):
+def test_captured_slots_generate_the_tokens_of_single_passes(case, layers, caplog):
     model = built(case, LAYERS[layers], device="cuda")
     expected = [alone(model, prompt, 5) for prompt in PROMPTS]
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=10)
@@ -36,6 +36,7 @@ def test_captured_slots_generate_the_tokens_of_single_passes(case, layers):
         found.setdefault(new.request, []).append(new.token)
     assert list(found.values()) == expected
     assert ib.generate(model, PROMPTS, max_new_tokens=5).tokens.tolist() == expected
+    assert "cannot be captured" not in caplog.text
 
 
 def losses(model, ids, steps=3):

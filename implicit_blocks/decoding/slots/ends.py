@@ -114,7 +114,7 @@ class SlotEnds:
         for states, layer in zip(self.coda, after, strict=True):
             states.write(rows_R, layer, pending)
         self.hidden_SD[rows_R] = torch.where(pending[:, None], hidden[:, 0], self.hidden_SD[rows_R])
-        self.pending_S[rows_R] = False
+        self.pending_S.index_fill_(0, rows_R, False)  # an assigned scalar would be copied from the host
 
     def _bind(
         self,
