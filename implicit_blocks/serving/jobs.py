@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from implicit_blocks.decoding import Sampling
 from implicit_blocks.decoding.processors import LogitsProcessor
@@ -31,8 +32,7 @@ class PromptRead:
     scores: Sequence[LogProbability] | None = None
 
 
-@dataclass(frozen=True)
-class TokenMade:
+class TokenMade(NamedTuple):  # which is made faster than a frozen dataclass
     """A generated token, whether it is the last one, and the report of its search.
 
     The report is None in explicit models, and ``residual`` also where it is not finite.
@@ -58,7 +58,7 @@ Event = PromptRead | TokenMade | Failed
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """A text to generate: its prompt, options, and the queue that receives its events.
+    """A text to generate: its prompt, options, and the queue that receives its events, some at a time.
 
     ``logprobs`` is the number of most likely tokens to report per token, None for no log-probabilities.
     ``score_prompt`` asks for the log-probabilities of the prompt's tokens. With ``max_tokens`` 0 the text
@@ -69,7 +69,7 @@ class Job:
     index: int
     prompt: Sequence[int]
     max_tokens: int
-    events: asyncio.Queue[tuple[Job, Event]]
+    events: asyncio.Queue[list[tuple[Job, Event]]]
     sampling: Sampling = field(default_factory=Sampling)
     logits_processor: Sequence[LogitsProcessor] = ()
     seed: int = 0

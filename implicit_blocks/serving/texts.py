@@ -155,8 +155,7 @@ class Texts:
             "server's --timeout",
             code="timeout",
         )
-        for text in self._running.values():
-            self.events.put_nowait((text.job, Failed(late)))
+        self.events.put_nowait([(text.job, Failed(late)) for text in self._running.values()])
 
     async def pieces(self) -> AsyncIterator[list[tuple[Text, Piece]]]:
         """Yield a piece of each text that continues, as soon as it is known, until all have ended.
@@ -182,10 +181,10 @@ class Texts:
             yield list(found.items())
 
     async def _next(self) -> list[tuple[Job, Event]]:
-        """Wait for an event, and return it with those that have arrived too."""
-        events = [await self.events.get()]
+        """Wait for events, and return them with those that have arrived since."""
+        events = await self.events.get()
         while not self.events.empty():
-            events.append(self.events.get_nowait())
+            events += self.events.get_nowait()
         return events
 
     def usage(self) -> dict[str, Any]:

@@ -146,12 +146,14 @@ def test_events_are_delivered_at_intervals_in_order_and_none_is_lost(model):
         events: asyncio.Queue[Any] = asyncio.Queue()
         job = Job(name="a", index=0, prompt=[1], max_tokens=2000, events=events)
         sending = asyncio.create_task(asyncio.to_thread(send, job))
-        found = [(await events.get())[1] for _ in sent]
+        found: list[Any] = []
+        while len(found) < len(sent):
+            found += [event for _, event in await events.get()]
         await sending
         return found
 
     assert asyncio.run(received()) == sent
-    assert all(after - before >= 0.99 * DELIVERY_SECONDS for before, after in itertools.pairwise(times))
+    assert all(after - before >= 0.99 * DELIVERY_SECONDS[0] for before, after in itertools.pairwise(times))
 
 
 @pytest.mark.slow
