@@ -47,13 +47,18 @@ def recipes() -> dict[Recipe, list[Mapping[str, Any]]]:
     return {recipe: rows for recipe, rows in by_recipe(runs).items() if len(rows) > 1}
 
 
-def perplexity_at(rows: Sequence[Mapping[str, Any]], loops: int | None) -> float | None:
-    """Return the mean perplexity on the reported books with a number of loops; None: not measured."""
+def perplexity_at(rows: Sequence[Mapping[str, Any]], loops: int | None) -> float:
+    """Return the mean perplexity on the reported books with a number of loops.
+
+    Other numbers of loops than that at the end of training were measured on a part of these books: their
+    ratio to the perplexity with the trained number there is applied to that on all books.
+    """
     trained = rows[0]["recipe"]["end_loops"] or rows[0]["recipe"]["loops"]
-    if loops is None or loops == trained:
-        return mean_perplexity(rows)
-    found = [one for row in rows for one in row.get("loops", []) if one["loops"] == loops]
-    return statistics.geometric_mean(one["perplexity"] for one in found) if found else None
+    ratios = []
+    if loops is not None and loops != trained:
+        few = [{one["loops"]: one["perplexity"] for one in row["few_loops"]} for row in rows]
+        ratios = [found[loops] / found[trained] for found in few]
+    return mean_perplexity(rows) * statistics.geometric_mean(ratios or [1.0])
 
 
 def counted(spec: LanguageModelSpec, loops: int | None) -> dict[str, Any]:
@@ -136,11 +141,12 @@ def _generation(
 def table(rows: Sequence[dict[str, Any]], family: str) -> str:
     """Return the rows of a family as a Markdown table."""
     lines = [HEAD, ("---",) * len(HEAD)]
+    known = recipes()
     for row in rows:
         if row["recipe"]["family"] != family:
             continue
         generated = {int(count): took for count, took in row["generated"].items()}
-        found = row["perplexity"]
+        perplexity = perplexity_at(known[Recipe.of(row["recipe"]).with_seed(0)], row["loops"])
         lines.append((
             row["shape"],
             "" if row["loops"] is None else str(row["loops"]),
@@ -148,9 +154,9 @@ def table(rows: Sequence[dict[str, Any]], family: str) -> str:
             f"{(row['weight_bytes'] + row['state_bytes']) / 1e6:.1f}",
             f"{row['flops_per_token'] / 1e6:.1f}",
             f"{row['scored_tokens_per_second']:,.0f}".replace(",", " "),
-            f"{1e3 * generated[1]:.2f}",
-            f"{1 / generated[64]:,.0f}".replace(",", " "),
-            "" if found is None else f"{found:.2f}",
+            f"{1e3 * generated[1]:.2f}" if generated else "",
+            f"{1 / generated[64]:,.0f}".replace(",", " ") if generated else "",
+            f"{perplexity:.2f}",
         ))  # fmt: skip
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -174,13 +180,13 @@ def main() -> None:
         print(table(stored, "llama"), table(stored, "mamba2"), sep="\n\n")
         return
     rows: list[dict[str, Any]] = []
-    for recipe, runs in recipes().items():
+    for recipe in recipes():
         spec = model_of(recipe)
         assert isinstance(spec, LanguageModelSpec)
         for loops in given.loops if isinstance(spec, ImplicitLMSpec) else [None]:
             row = {"recipe": recipe.as_row(), "shape": f"{recipe.side}, {recipe.shape}", "loops": loops}
             row |= counted(spec, loops) | timed(spec, loops, given)
-            rows.append(row | {"perplexity": perplexity_at(runs, loops)})
+            rows.append(row)
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "recipe"}), flush=True)
             write(given.output, {"machine": machine(), "rows": rows})
 

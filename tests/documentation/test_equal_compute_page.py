@@ -188,9 +188,26 @@ def test_the_table_marks_a_run_that_ended_early(runs: list[dict[str, Any]]) -> N
     assert "| ended early | ended early |" in runs_table([early])
 
 
-def test_a_pass_costs_what_the_layers_that_it_runs_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def inference(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the program that measures inference."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    inference = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_inference.py"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_inference.py"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+def test_the_tables_of_inference_are_those_of_the_result_file(family: str, inference: dict[str, Any]) -> None:
+    path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert " ".join(inference["table"](rows, family).split()) in PAGE
+    for row in rows:
+        known = inference["counted"](
+            inference["model_of"](inference["Recipe"].of(row["recipe"])), row["loops"]
+        )
+        assert known.items() <= row.items()  # FLOPs and bytes, which need no measurement
+
+
+def test_a_pass_costs_what_the_layers_that_it_runs_cost(inference: dict[str, Any]) -> None:
     cost = {
         (recipe.side + recipe.shape[:3], loops): inference["counted"](inference["model_of"](recipe), loops)
         for recipe in inference["recipes"]()
