@@ -180,9 +180,10 @@ class ImplicitLM(ModelParts):
                 search=search and search.of_window(window.first, window.length, length=inputs.length),
             )
             output = self.output_map(prepared, weights)
-            solution, core = solve_window(  # z* = f(z*)
-                self, f, z0_BLC, prepared.core, output=output, plan=plan, commit=commit
-            )
+            with weights.activate():  # once for all calls of f
+                solution, core = solve_window(  # z* = f(z*)
+                    self, f, z0_BLC, prepared.core, output=output, plan=plan, commit=commit
+                )
             if commit:
                 hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
                 states = (*prepared.prelude, *core, *coda)
