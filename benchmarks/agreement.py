@@ -54,8 +54,8 @@ def main() -> None:
         sizes = {"tiny": arguments.tiny, "layers": arguments.layers}
         model = model_of(name, **sizes, compiled=arguments.compile, graphs=arguments.graphs)
         plain = model_of(name, **sizes)
-        for made in (model, plain):
-            contract(made)
+        for checked in (model, plain):
+            contract(checked)
         shape = (2, 32) if arguments.tiny else (arguments.rows, arguments.length)
         ids = torch.randint(model.spec.vocab_size, shape, device=device())
         with bfloat16():
@@ -67,8 +67,8 @@ def main() -> None:
         rows += compare(folder.name, *golden(folder))
     keep(rows, arguments)
     if arguments.json is None:
-        given = {"models": arguments.models, "golden": [folder.name for folder in folders]}
-        write("agreement", {"machine": machine(), "arguments": given, "rows": rows})
+        settings = {"models": arguments.models, "golden": [folder.name for folder in folders]}
+        write("agreement", {"machine": machine(), "arguments": settings, "rows": rows})
 
 
 @torch.no_grad()

@@ -213,29 +213,29 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument("runs", type=Path, help="JSON file with a list of recipes, or the name of a plan")
-    made.add_argument(
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", type=Path, help="JSON file with a list of recipes, or the name of a plan")
+    parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help="tokens with a validation split"
     )
-    made.add_argument(
+    parser.add_argument(
         "--report", type=Path, required=True, metavar="DIR", help="tokens of the reported books"
     )
-    made.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the results")
-    made.add_argument("--device", default="auto")
-    made.add_argument("--seconds", type=float, default=500, help="of the whole command, about (500)")
-    made.add_argument(
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the results")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seconds", type=float, default=500, help="of the whole command, about (500)")
+    parser.add_argument(
         "--side-by-side", type=int, default=6, metavar="N", help="models that train at a time (6)"
     )
-    made.add_argument("--sequences", type=int, metavar="N", help="of each evaluation set (512)")
-    made.add_argument("--summary", type=Path, metavar="FILE", help="write the results as one JSON file")
-    made.add_argument(
+    parser.add_argument("--sequences", type=int, metavar="N", help="of each evaluation set (512)")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="write the results as one JSON file")
+    parser.add_argument(
         "--chosen", type=int, nargs="+", metavar="SEED", help="train these seeds of the best finished recipes"
     )
-    made.add_argument("--brief", action="store_true", help="measure only the perplexities on both sets")
-    made.add_argument("--compile", action="store_true", help="compile the layers for training")
-    made.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
-    given = made.parse_args(arguments)
+    parser.add_argument("--brief", action="store_true", help="measure only the perplexities on both sets")
+    parser.add_argument("--compile", action="store_true", help="compile the layers for training")
+    parser.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
+    options = parser.parse_args(arguments)
 
     from report import machine
 
@@ -245,31 +245,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     known = plans()
-    listed = known[str(given.runs)] if str(given.runs) in known else json.loads(given.runs.read_text())
-    if given.chosen is not None:
-        kept = {row["name"]: row for row in read_results(given.output)}
+    listed = known[str(options.runs)] if str(options.runs) in known else json.loads(options.runs.read_text())
+    if options.chosen is not None:
+        kept = {row["name"]: row for row in read_results(options.output)}
         tuned = [kept[name] for name in (Recipe.of(row).name for row in listed) if name in kept]
-        listed = chosen_seeds(tuned, given.chosen)
+        listed = chosen_seeds(tuned, options.chosen)
     try:
         missing = train_recipes(
             [Recipe.of(row) for row in listed],
-            given.output,
-            data=given.data,
-            report=given.report,
-            device=given.device,
-            seconds=given.seconds - ENDING - (time.monotonic() - BEGAN),
-            side_by_side=given.side_by_side,
-            sequences=given.sequences,
-            brief=given.brief,
-            eager="it was asked for" if given.eager else None,
-            compile_layers=given.compile,
+            options.output,
+            data=options.data,
+            report=options.report,
+            device=options.device,
+            seconds=options.seconds - ENDING - (time.monotonic() - BEGAN),
+            side_by_side=options.side_by_side,
+            sequences=options.sequences,
+            brief=options.brief,
+            eager="it was asked for" if options.eager else None,
+            compile_layers=options.compile,
             log=lambda text: print(f"[{time.monotonic() - BEGAN:5.0f} s] {text}", flush=True),
         )
     finally:
-        rows = read_results(given.output) if given.output.is_dir() else []
+        rows = read_results(options.output) if options.output.is_dir() else []
         print(table(rows), flush=True)
-        if given.summary is not None and rows:
-            write_json(given.summary, {"machine": machine(), **summary(rows)})
+        if options.summary is not None and rows:
+            write_json(options.summary, {"machine": machine(), **summary(rows)})
     print(f"{len(missing)} runs are missing: {', '.join(missing)}" if missing else "all runs are finished")
     return 0
 

@@ -104,19 +104,19 @@ def pictured(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the command."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument("files", type=Path, nargs="+", help="result files of equal_compute_gpu.py")
-    made.add_argument("--picture", type=Path, metavar="FILE", help="draw perplexity against the budget")
-    given = made.parse_args()
-    runs = [run for path in given.files for run in json.loads(path.read_text())["runs"]]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="result files of equal_compute_gpu.py")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw perplexity against the budget")
+    options = parser.parse_args()
+    runs = [run for path in options.files for run in json.loads(path.read_text())["runs"]]
     print(seeds_table(runs))
     if any(run.get("lengths_scaled") for run in runs):
         print(f"\n{lengths_table(runs)}")
-    if given.picture is not None:
+    if options.picture is not None:
         from trainer.experiments.equal_compute.plot import draw
         from trainer.reporting.pictures import write_picture
 
-        write_picture(draw(pictured(runs)), given.picture)
+        write_picture(draw(pictured(runs)), options.picture)
 
 
 if __name__ == "__main__":

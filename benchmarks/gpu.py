@@ -331,13 +331,13 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
 
     with contextlib.ExitStack() as at_the_end:
 
-        def made(name: str) -> Process:
+        def start_process(name: str) -> Process:
             process = Process(name, tiny=arguments.tiny, caches=caches)
             at_the_end.callback(process.end)
             return process
 
         # All processes import first and wait: nothing is loaded while another program is timed.
-        waiting = {name: made(name) for name in arguments.programs}
+        waiting = {name: start_process(name) for name in arguments.programs}
         seconds = arguments.budget / 4 if arguments.prepare is None else arguments.prepare
         if seconds > 0:
             prepared = prepare(arguments.programs, caches, tiny=arguments.tiny, seconds=seconds)
@@ -357,7 +357,7 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
             if (first.get("disturbed") or short) and first.get("seconds", LEAST) < left():
                 print(f"{name}: second turn", flush=True)
                 seconds = share(name, left(), 1)
-                again = turn(made(name), seconds, patience=arguments.patience, last={})
+                again = turn(start_process(name), seconds, patience=arguments.patience, last={})
                 if worth(again) >= worth(first):
                     keep(name, again)
         result = json.loads(path.read_text(encoding="utf-8"))

@@ -45,8 +45,8 @@ def compile_only(begin_at: float) -> None:
 
     variants = Autotuner.prune_configs
 
-    def rotated(self: Any, given: dict[str, Any]) -> list[Any]:
-        found = list(variants(self, given))
+    def rotated(self: Any, settings: dict[str, Any]) -> list[Any]:
+        found = list(variants(self, settings))
         first = int(begin_at * len(found))
         return found[first:] + found[:first]
 

@@ -31,13 +31,13 @@ def device() -> torch.device:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of all programs."""
-    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
-    made.add_argument("--json", type=Path, default=None, help="write the rows to this file")
-    made.add_argument("--tiny", action="store_true", help="small models and batches, to test the program")
-    made.add_argument(
+    command = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    command.add_argument("--json", type=Path, default=None, help="write the rows to this file")
+    command.add_argument("--tiny", action="store_true", help="small models and batches, to test the program")
+    command.add_argument(
         "--layers", type=int, default=None, help="maximum number of layers, to fill the compilers' caches"
     )
-    return made
+    return command
 
 
 def keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:

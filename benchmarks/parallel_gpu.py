@@ -227,7 +227,7 @@ def random_batch(rows: int, length: int, vocab_size: int, *, seed: int = 1) -> B
 
 def step_of(layout: Layout, optimizer: torch.optim.Optimizer, batch: Batch, *, precision: str) -> StepResult:
     """Make a step of the trainer, of which loss and gradient are finite."""
-    made = training_step(
+    result = training_step(
         layout,
         optimizer,
         batch,
@@ -236,9 +236,9 @@ def step_of(layout: Layout, optimizer: torch.optim.Optimizer, batch: Batch, *, p
         max_grad_norm=1.0,
         last_tokens=1,
     )
-    if made.not_finite is not None:
-        raise RuntimeError(f"a step is not finite: {made.not_finite}")
-    return made
+    if result.not_finite is not None:
+        raise RuntimeError(f"a step is not finite: {result.not_finite}")
+    return result
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

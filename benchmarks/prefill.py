@@ -80,8 +80,8 @@ def measure(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def prompt(tokens: int) -> None:
-        given = torch.randint(model.spec.vocab_size, (tokens,), generator=generator)
-        decoder.submit(Request(prompt=given, max_new_tokens=1))
+        prompt = torch.randint(model.spec.vocab_size, (tokens,), generator=generator)
+        decoder.submit(Request(prompt=prompt, max_new_tokens=1))
         for _ in decoder.run():
             pass
 

@@ -147,7 +147,7 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
         torch.cuda.reset_peak_memory_stats()
 
     def step() -> Any:
-        made = training_step(
+        result = training_step(
             layout,
             optimizer,
             batch,
@@ -156,9 +156,9 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
             max_grad_norm=1.0,
             last_tokens=1,
         )
-        if made.not_finite is not None:
-            raise RuntimeError(f"the step of {name} is not finite: {made.not_finite}")
-        return made
+        if result.not_finite is not None:
+            raise RuntimeError(f"the step of {name} is not finite: {result.not_finite}")
+        return result
 
     times, result = [], None
     for _ in range(arguments.steps + WARM_UP):

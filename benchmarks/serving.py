@@ -56,7 +56,7 @@ def direct(decoder: ContinuousDecoder, texts: list[list[int]], body: dict[str, A
             Request(prompt=text, max_new_tokens=body["max_tokens"], tolerance=body.get("tolerance"))
         )
     began, used = time.perf_counter(), time.process_time()
-    iterations = [made.iterations or 0 for made in decoder.run()]
+    iterations = [token.iterations or 0 for token in decoder.run()]
     return {
         "tokens_per_second": len(iterations) / (time.perf_counter() - began),
         "cpu_per_token": (time.process_time() - used) / len(iterations),
@@ -147,27 +147,31 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--threads", type=int, default=1, help="of torch on the CPU (default: 1)")
     options.add_argument("--record", metavar="NAME", help="write results/NAME.json")
-    given = options.parse_args()
-    clients = given.clients or ([1, 16, 64, 256] if given.gpu else [1, 16, 64])
-    spec = given.spec or ("books_10m" if given.gpu else "word_problem_s3")
-    body = {"model": "model", "max_tokens": given.tokens or (256 if given.gpu else 64), "temperature": 0}
-    if given.tolerance is not None:
-        body["tolerance"] = given.tolerance
-    torch.set_num_threads(given.threads)
+    arguments = options.parse_args()
+    clients = arguments.clients or ([1, 16, 64, 256] if arguments.gpu else [1, 16, 64])
+    spec = arguments.spec or ("books_10m" if arguments.gpu else "word_problem_s3")
+    body = {
+        "model": "model",
+        "max_tokens": arguments.tokens or (256 if arguments.gpu else 64),
+        "temperature": 0,
+    }
+    if arguments.tolerance is not None:
+        body["tolerance"] = arguments.tolerance
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    if given.source is None:
+    if arguments.source is None:
         model = ib.build(load_spec(spec).final_model).eval()
     else:
-        model = ib.load_model(given.source)
+        model = ib.load_model(arguments.source)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     print(HEADER)
     rows = []
     for count in clients:
-        rows.append(compare(model, count, body, given.repeats))
+        rows.append(compare(model, count, body, arguments.repeats))
         print(line(rows[-1]), flush=True)
-        if given.record is not None:
-            source = spec if given.source is None else Path(given.source).name
-            write(given.record, {"machine": machine(), "source": source, "request": body, "rows": rows})
+        if arguments.record is not None:
+            source = spec if arguments.source is None else Path(arguments.source).name
+            write(arguments.record, {"machine": machine(), "source": source, "request": body, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: l
     target = parameters(implicit)
     best: RunSpec | None = None
     for layers in range(1, MOST_LAYERS + 1):
-        made = Section({**tree, "model": Section({**own, "n_layers": layers}), "phases": phases})
-        spec = _validated(apply_overrides(made, changes), base)
+        section = Section({**tree, "model": Section({**own, "n_layers": layers}), "phases": phases})
+        spec = _validated(apply_overrides(section, changes), base)
         if best is None or _distance(spec, target) < _distance(best, target):
             best = spec
     assert best is not None

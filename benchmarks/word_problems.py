@@ -128,7 +128,7 @@ def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Pat
     if start is not None:
         changes.append(f"training.init_from={start}")
 
-    def made(*more: str) -> RunSpec:
+    def varied(*more: str) -> RunSpec:
         return vary_spec(
             recipe,
             model=one.model,
@@ -138,10 +138,10 @@ def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Pat
             overrides=[*changes, *options.overrides, *more],
         )
 
-    spec = made()
+    spec = varied()
     if one.model in IMPLICIT or options.explicit_steps == 1.0:
         return spec
-    return made(f"training.max_steps={round(options.explicit_steps * spec.total_steps)}")
+    return varied(f"training.max_steps={round(options.explicit_steps * spec.total_steps)}")
 
 
 def measure(

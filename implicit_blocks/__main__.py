@@ -40,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m implicit_blocks",
         description=__doc__,
         epilog="COMMAND --help describes a command.",
     )
-    made.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
-    commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    command.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
+    commands = command.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_list,
         _add_schema,
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         _add_inspect,
     ):
         add(commands)
-    return made
+    return command
 
 
 def _add(commands: Any, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:

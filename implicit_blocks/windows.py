@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from implicit_blocks.models.stack import Block
     from implicit_blocks.parallel.sequence import SequencePart
 
-_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Window:
         valid = None if self.valid_BT is None else self.valid_BT[:, :start]
         return of_last_real(self.documents_BT[:, :start], valid, count)
 
-    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
+    def once(self, key: Any, make: Callable[[], _T]) -> _T:
         """Return ``make()``, called once per window and key: masks and rotation tables shared by layers."""
         if key not in self.shared:
             self.shared[key] = make()
-        made: _Made = self.shared[key]
-        return made
+        value: _T = self.shared[key]
+        return value
 
     def cut(self, first: int, stop: int) -> Window:
         """Return the window of its tokens from ``first`` up to ``stop``, those before them committed."""

@@ -124,8 +124,8 @@ class Case:
     @property
     def details(self) -> dict[str, Any]:
         """How the case was made."""
-        made: dict[str, Any] = self.config.get("case", {})
-        return made
+        source: dict[str, Any] = self.config.get("case", {})
+        return source
 
     def names(self, pattern: str) -> Iterator[re.Match[str]]:
         """Return the matches of a pattern among the expected names, in order of the names."""

@@ -161,7 +161,7 @@ COUNTERS = frozenset({"depth.draws"})
 """Tensors that count the steps of a run: present only if the depth is random, and no part of the weights."""
 
 
-def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
     """Compare names, shapes and types; weights may have any type used for training or storage.
 
     ``COUNTERS`` may be missing, or be given without being expected.
@@ -172,26 +172,27 @@ def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *
     """
     complaints = [
         f"{name} is missing, {tuple(expected[name].shape)}"
-        for name in expected.keys() - given.keys() - COUNTERS
+        for name in expected.keys() - tensors.keys() - COUNTERS
     ]
     complaints += [
-        f"{name} is unknown, {tuple(given[name].shape)}" for name in given.keys() - expected.keys() - COUNTERS
+        f"{name} is unknown, {tuple(tensors[name].shape)}"
+        for name in tensors.keys() - expected.keys() - COUNTERS
     ]
     complaints += [
-        f"{name} has shape {tuple(given[name].shape)}, expected {tuple(expected[name].shape)}"
-        for name in given.keys() & expected.keys()
-        if given[name].shape != expected[name].shape
+        f"{name} has shape {tuple(tensors[name].shape)}, expected {tuple(expected[name].shape)}"
+        for name in tensors.keys() & expected.keys()
+        if tensors[name].shape != expected[name].shape
     ]
     complaints += [
-        f"{name} has type {_type(given[name].dtype)}, expected "
+        f"{name} has type {_type(tensors[name].dtype)}, expected "
         + (
             " or ".join(map(_type, _WEIGHTS))
             if expected[name].dtype in _WEIGHTS
             else _type(expected[name].dtype)
         )
-        for name in given.keys() & expected.keys()
-        if given[name].dtype != expected[name].dtype
-        and not (given[name].dtype in _WEIGHTS and expected[name].dtype in _WEIGHTS)
+        for name in tensors.keys() & expected.keys()
+        if tensors[name].dtype != expected[name].dtype
+        and not (tensors[name].dtype in _WEIGHTS and expected[name].dtype in _WEIGHTS)
     ]
     if complaints:
         listed = "".join(f"\n  {complaint}" for complaint in sorted(complaints))

@@ -83,12 +83,12 @@ def continue_prompts(
             rule, min_p=min_p, repetition_penalty=repetition_penalty
         )
         options["temperature"], options["top_k"], options["top_p"] = rule.temperature, rule.top_k, rule.top_p
-    made = generate(model, ids, **options)
+    outputs = generate(model, ids, **options)
     for row, prompt in enumerate(ids):
-        whole = language.decode([*prompt, *made.tokens[row, : int(made.lengths[row])].tolist()])
-        given = len(language.decode(prompt)) if stop else len(whole)
-        print(whole[:given] + _before(stop, whole[given:]))
-    if (message := _how_it_went(made)) is not None:
+        whole = language.decode([*prompt, *outputs.tokens[row, : int(outputs.lengths[row])].tolist()])
+        prompt_length = len(language.decode(prompt)) if stop else len(whole)
+        print(whole[:prompt_length] + _before(stop, whole[prompt_length:]))
+    if (message := _summary_line(outputs)) is not None:
         print(message, file=sys.stderr)
 
 
@@ -146,11 +146,11 @@ def _numbers() -> Language:
     return Language(encode=encode, decode=lambda ids: " ".join(map(str, ids)))
 
 
-def _how_it_went(made: Generated) -> str | None:
-    if made.iterations is None or made.converged is None:
+def _summary_line(outputs: Generated) -> str | None:
+    if outputs.iterations is None or outputs.converged is None:
         return None
-    real = [row[: int(length)] for row, length in zip(made.iterations, made.lengths, strict=True)]
-    mean = sum(float(row.sum()) for row in real) / max(1, int(made.lengths.sum()))
-    open_tokens = int((~made.converged).sum())
+    real = [row[: int(length)] for row, length in zip(outputs.iterations, outputs.lengths, strict=True)]
+    mean = sum(float(row.sum()) for row in real) / max(1, int(outputs.lengths.sum()))
+    open_tokens = int((~outputs.converged).sum())
     left = "all converged" if not open_tokens else f"{open_tokens} did not converge"
-    return f"{int(made.lengths.sum())} tokens, {mean:.1f} iterations each, {left}"
+    return f"{int(outputs.lengths.sum())} tokens, {mean:.1f} iterations each, {left}"

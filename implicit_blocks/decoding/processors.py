@@ -34,8 +34,8 @@ def check_processors(logits_processor: Processors | None, stopping_criteria: Cri
         ValueError: for other objects.
 
     """
-    for name, given in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
-        for one in each(given):
+    for name, argument in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+        for one in each(argument):
             if not callable(one):
                 raise ValueError(
                     f"{name} has {one!r}, which cannot be called; give functions (input_ids, scores), such "
@@ -106,22 +106,22 @@ def with_transformers(
     require_transformers("min_p" if repetition_penalty is None else "repetition_penalty")
     from transformers import generation
 
-    made: list[LogitsProcessor] = []
+    processors: list[LogitsProcessor] = []
     if repetition_penalty is not None:
-        made.append(generation.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
+        processors.append(generation.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
     if min_p is None:
-        return tuple(made), rule
-    made.append(generation.TemperatureLogitsWarper(float(rule.temperature)))
+        return tuple(processors), rule
+    processors.append(generation.TemperatureLogitsWarper(float(rule.temperature)))
     if rule.top_k is not None:
-        made.append(generation.TopKLogitsWarper(rule.top_k))
+        processors.append(generation.TopKLogitsWarper(rule.top_k))
     if rule.top_p is not None:
-        made.append(generation.TopPLogitsWarper(float(rule.top_p)))
-    made.append(generation.MinPLogitsWarper(float(min_p)))
-    return tuple(made), Sampling(temperature=1.0)
+        processors.append(generation.TopPLogitsWarper(float(rule.top_p)))
+    processors.append(generation.MinPLogitsWarper(float(min_p)))
+    return tuple(processors), Sampling(temperature=1.0)
 
 
-def each(given: Any) -> Sequence[Any]:
+def each(argument: Any) -> Sequence[Any]:
     """Return what to call; a list of transformers, which is callable itself, is one."""
-    if given is None:
+    if argument is None:
         return ()
-    return (given,) if callable(given) or not isinstance(given, Sequence) else given
+    return (argument,) if callable(argument) or not isinstance(argument, Sequence) else argument

@@ -86,9 +86,9 @@ def score(
             f"{len(prompts)} prompts and {len(continuations)} continuations; give one continuation per prompt"
         )
     device = model.embedding.weight.device
-    given = token_rows(prompts, device=device)
+    prompt_rows = token_rows(prompts, device=device)
     forced = token_rows(continuations, device=device, name="continuation")
-    whole = [torch.cat(parts) for parts in zip(given, forced, strict=True)]
+    whole = [torch.cat(parts) for parts in zip(prompt_rows, forced, strict=True)]
     ids, mask = lay_out(whole, device=device)
     valid = check_prompts(ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
     encoded = model.encode(

@@ -101,10 +101,12 @@ def register() -> None:
         config = getattr(modeling, f"{stem}Model").config_class
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_class, suffix in AUTO_CLASSES.items():
-            made = getattr(heads if suffix.endswith("Classification") else modeling, f"{stem}{suffix}")
-            getattr(transformers, auto_class).register(config, made, exist_ok=True)
+            model_class = getattr(heads if suffix.endswith("Classification") else modeling, f"{stem}{suffix}")
+            getattr(transformers, auto_class).register(config, model_class, exist_ok=True)
             for package in _loaded_packages():
-                setattr(package, made.__name__, made)  # where `transformers serve` looks a class up
+                setattr(
+                    package, model_class.__name__, model_class
+                )  # where `transformers serve` looks a class up
 
 
 def _loaded_packages() -> list[Any]:

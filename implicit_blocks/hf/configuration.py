@@ -80,11 +80,11 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Validate the spec, derive the other fields from it, and reject fields that contradict it."""
-        given = {name: kwargs.pop(name, None) for name in self._derived()}
-        given |= {name: getattr(self, name) for name in _FOLLOWING}
+        values = {name: kwargs.pop(name, None) for name in self._derived()}
+        values |= {name: getattr(self, name) for name in _FOLLOWING}
         kwargs.pop("auto_map", None)
         self.set_model_spec(self._default_spec() if self.spec is None else self._checked(self.spec))
-        self._refuse_others(given)
+        self._refuse_others(values)
         self.auto_map = auto_map(self.class_stem)
         super().__post_init__(**kwargs)
 
@@ -109,9 +109,9 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         """
         self._refuse_others({name: getattr(self, name) for name in self._following(self.model_spec)})
 
-    def _refuse_others(self, given: Mapping[str, Any]) -> None:
+    def _refuse_others(self, values: Mapping[str, Any]) -> None:
         decided = self._following(self.model_spec)
-        for name, value in given.items():
+        for name, value in values.items():
             if value is not None and value != decided[name]:
                 resize = "resize_token_embeddings of the loaded model changes it, or " * (
                     name == "vocab_size"

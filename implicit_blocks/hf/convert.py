@@ -162,12 +162,12 @@ def export(
     run = load_spec(spec_name if run_folder is None else run_folder / SPEC)
     spec = getattr(run, "final_model", None)
     if not isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
-        made, weights = _build_other(spec, checkpoint=checkpoint, seed=seed)
+        converted, weights = _build_other(spec, checkpoint=checkpoint, seed=seed)
         if loaded is not None:
-            check_tokenizer_fits(loaded, made.config.vocab_size, name=tokenizer)
-            add_token_fields(made, loaded)
+            check_tokenizer_fits(loaded, converted.config.vocab_size, name=tokenizer)
+            add_token_fields(converted, loaded)
         with whole_folder(destination) as folder:
-            made.save_pretrained(folder, max_shard_size=max_shard_size)
+            converted.save_pretrained(folder, max_shard_size=max_shard_size)
             if loaded is not None:
                 loaded.save_pretrained(folder)
             write_card(folder, spec, run=_record_of(weights), seed=weights_seed)

@@ -82,11 +82,11 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
     ) -> None:
         """Create the cache of ``generate``; a static cache allocates all its memory in advance."""
         name = self.config.cache_name
-        given = model_kwargs.get(name)
-        if given is not None:
+        value = model_kwargs.get(name)
+        if value is not None:
             if generation_config.cache_implementation is not None:
                 raise ValueError(f"both cache_implementation and {name} are given; omit one")
-            given._is_user_defined = True
+            value._is_user_defined = True
             return
         if generation_config.use_cache is False:
             return

@@ -111,11 +111,11 @@ def _rope(fields: ConfigFields) -> dict[str, Any]:
     """Return base and scaling of the rotary wavelengths; transformers 5 has other field names than 4."""
     newer, older = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
     place = "rope_parameters" if newer else "rope_scaling"
-    given = {name: value for name, value in (newer or older or {}).items() if value is not None}
-    theta = given.pop("rope_theta", fields.get("rope_theta", None) or 10_000.0)
-    oldest = given.pop("type", "default")
-    kind = given.pop("rope_type", oldest)
-    rotated = given.pop("partial_rotary_factor", fields.get("partial_rotary_factor", None) or 1)
+    rope = {name: value for name, value in (newer or older or {}).items() if value is not None}
+    theta = rope.pop("rope_theta", fields.get("rope_theta", None) or 10_000.0)
+    oldest = rope.pop("type", "default")
+    kind = rope.pop("rope_type", oldest)
+    rotated = rope.pop("partial_rotary_factor", fields.get("partial_rotary_factor", None) or 1)
     if rotated != 1:
         fields.complain(f"partial_rotary_factor is {rotated!r}; only 1 (whole heads) is supported")
     if kind not in _SCALINGS:
@@ -124,12 +124,12 @@ def _rope(fields: ConfigFields) -> dict[str, Any]:
         return {}
     names = _SCALINGS[kind]
     if kind != "llama3":  # transformers writes the length beside any scaling
-        given.pop("original_max_position_embeddings", None)
-    for name in sorted(given.keys() - set(names)):
-        fields.complain(f"{place}.{name} is {given[name]!r}, unknown to rope_type {kind!r}; remove it")
-    for name in sorted(set(names) - given.keys()):
+        rope.pop("original_max_position_embeddings", None)
+    for name in sorted(rope.keys() - set(names)):
+        fields.complain(f"{place}.{name} is {rope[name]!r}, unknown to rope_type {kind!r}; remove it")
+    for name in sorted(set(names) - rope.keys()):
         fields.complain(f"{place} has no {name!r}, which rope_type {kind!r} requires")
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **given} if names else None}
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **rope} if names else None}
 
 
 def _check_window(fields: ConfigFields, model_type: str) -> None:

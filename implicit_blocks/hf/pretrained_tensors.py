@@ -37,7 +37,7 @@ _OLDER = ("backbone.embedding.", "backbone.embeddings.")
 _BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # in older files; not a parameter
 
 
-def import_tensors(given: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[str, Tensor]:
+def import_tensors(tensors: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[str, Tensor]:
     """Rename and fuse the parameters of a causal language model of transformers.
 
     The shapes are those of our parameters. Unknown names are unchanged, and q, k and v stay separate if one
@@ -45,7 +45,7 @@ def import_tensors(given: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[st
     """
     table = [(re.compile(_pattern(theirs)), ours) for theirs, ours in _names(spec)]
     renamed: dict[str, Tensor] = {}
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if _BUFFER.search(name):
             continue
         name = _rename(name.replace(*_OLDER), table)

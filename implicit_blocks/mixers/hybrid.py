@@ -103,8 +103,8 @@ class Hybrid(Mixer):
     ) -> tuple[Tensor, tuple[State, ...]]:
         """Return the sum of the mixers' outputs, and every mixer's state after the window."""
         parts = zip(self._each(), self._parts_of(u_BLU), state, context, strict=True)
-        made = [mixer.advance(z_BLD, u, before, known) for mixer, u, before, known in parts]
-        return _sum([out for out, _ in made]), tuple(after for _, after in made)
+        results = [mixer.advance(z_BLD, u, before, known) for mixer, u, before, known in parts]
+        return _sum([out for out, _ in results]), tuple(after for _, after in results)
 
     def advance_prefix(
         self,
@@ -116,8 +116,8 @@ class Hybrid(Mixer):
     ) -> tuple[Tensor, tuple[State, ...]]:
         """Return the sum of the mixers' outputs, and every mixer's state after the first tokens."""
         parts = zip(self._each(), self._parts_of(u_BLU), state, context, prefix, strict=True)
-        made = [mixer.advance_prefix(z_BLD, u, before, *known) for mixer, u, before, *known in parts]
-        return _sum([out for out, _ in made]), tuple(after for _, after in made)
+        results = [mixer.advance_prefix(z_BLD, u, before, *known) for mixer, u, before, *known in parts]
+        return _sum([out for out, _ in results]), tuple(after for _, after in results)
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return those of all mixers."""

@@ -125,8 +125,8 @@ def _key_check(options: ServerOptions) -> Callable[[Request], Awaitable[None]]:
         if expected is None:
             return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
-        if kind.lower() != "bearer" or not hmac.compare_digest(given, expected):
+        digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
+        if kind.lower() != "bearer" or not hmac.compare_digest(digest, expected):
             raise ApiError(
                 401,
                 "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
@@ -238,9 +238,9 @@ async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator
 
     try:
         async for found in texts.pieces():
-            made = [chunk for pair in found for chunk in chunks(*pair) if chunk is not None]
-            if made:
-                yield b"".join(event(chunk) for chunk in made)
+            ready = [chunk for pair in found for chunk in chunks(*pair) if chunk is not None]
+            if ready:
+                yield b"".join(event(chunk) for chunk in ready)
         if usage:
             yield event(format.closing(texts))
     except ApiError as error:

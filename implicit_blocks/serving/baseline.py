@@ -72,19 +72,19 @@ class TransformersDecoder:
                 entering = self.texts[slot] = self.waiting.popleft()
                 if self.on_prompts is not None:
                     self.on_prompts([entering.number], None)
-        made: list[NewToken] = []
+        new_tokens: list[NewToken] = []
         try:
             for slot, text in enumerate(self.texts):
                 if text is None:
                     continue
-                made.append(text.advance())
-                if made[-1].last:
+                new_tokens.append(text.advance())
+                if new_tokens[-1].last:
                     self._leave(slot)
         except BaseException:  # the decoder is replaced
             for slot in range(len(self.texts)):
                 self._leave(slot)
             raise
-        return made
+        return new_tokens
 
     def _leave(self, slot: int) -> None:
         if (text := self.texts[slot]) is not None:
@@ -104,7 +104,7 @@ class _Text:
 
     def __init__(self, number: int, request: Request, model: Any) -> None:
         self.number, self.request, self.model = number, request, model
-        self.made = 0
+        self.generated = 0
         self.left = False
         self._device: torch.device = model.device
         self._random = torch.Generator(self._device).manual_seed(request.seed).get_state()
@@ -132,8 +132,8 @@ class _Text:
             raise self._error
         assert self._new is not None
         token, logits_V = self._new
-        self.made += 1
-        last = self.made == self.request.max_new_tokens or token in self.request.stop_token_ids
+        self.generated += 1
+        last = self.generated == self.request.max_new_tokens or token in self.request.stop_token_ids
         return NewToken(self.number, token, last, logits_V)
 
     def leave(self) -> None:

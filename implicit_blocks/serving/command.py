@@ -110,8 +110,8 @@ def serve(arguments: argparse.Namespace) -> None:
             f"serve needs {', '.join(missing)}, which are not installed; {install_extra('serve')}"
         )
     names = {field.name for field in fields(ServerOptions)} - {"api_key"}
-    given = {name: getattr(arguments, name) for name in names}
-    options = ServerOptions(**given, api_key=os.environ.get(KEY_VARIABLE))
+    values = {name: getattr(arguments, name) for name in names}
+    options = ServerOptions(**values, api_key=os.environ.get(KEY_VARIABLE))
 
     from implicit_blocks.serving.server import address_of, listen, load, make_server
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from implicit_blocks.serving.jobs import TokenMade
+from implicit_blocks.serving.jobs import GeneratedToken
 from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.texts import Piece, ScoredToken, Text, Texts
 
@@ -56,16 +56,16 @@ class Format(ABC):
     def _common(self, text: Text, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": text.job.index, "finish_reason": text.finish_reason}
         if self.iterations:
-            choice["token_reports"] = [self._report(made) for made in piece.tokens]
+            choice["token_reports"] = [self._report(new) for new in piece.tokens]
         return choice
 
-    def _report(self, made: TokenMade) -> dict[str, Any]:
+    def _report(self, new: GeneratedToken) -> dict[str, Any]:
         return {
-            "token": self.language.token(made.token),
-            "token_id": made.token,
-            "iterations": made.iterations,
-            "residual": made.residual,
-            "converged": made.converged,
+            "token": self.language.token(new.token),
+            "token_id": new.token,
+            "iterations": new.iterations,
+            "residual": new.residual,
+            "converged": new.converged,
         }
 
     @abstractmethod

@@ -163,7 +163,7 @@ class _Subject:
         check_prompts(ids, vocab_size=model.spec.vocab_size, max_length=limit, limit="a report")
         continuation: list[int] = []
         if max_new_tokens:
-            made = generate(
+            generated = generate(
                 model,
                 [prompt],
                 max_new_tokens=max_new_tokens,
@@ -171,7 +171,7 @@ class _Subject:
                 tolerance=options.tolerance,
                 max_iterations=options.max_iterations,
             )
-            continuation = made.tokens[0, : int(made.lengths[0])].tolist()
+            continuation = generated.tokens[0, : int(generated.lengths[0])].tolist()
         reports = token_reports(model, language, prompt, continuation, options, problem=self.problem)
         tolerance = None
         if isinstance(model, ImplicitLM):

@@ -32,7 +32,7 @@ class PromptRead:
     scores: Sequence[LogProbability] | None = None
 
 
-class TokenMade(NamedTuple):  # which is made faster than a frozen dataclass
+class GeneratedToken(NamedTuple):  # which is made faster than a frozen dataclass
     """A generated token, whether it is the last one, and the report of its search.
 
     The report is None in explicit models, and ``residual`` also where it is not finite.
@@ -53,7 +53,7 @@ class Failed:
     error: ApiError
 
 
-Event = PromptRead | TokenMade | Failed
+Event = PromptRead | GeneratedToken | Failed
 
 
 @dataclass(kw_only=True, eq=False)

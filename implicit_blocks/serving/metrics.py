@@ -13,7 +13,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from implicit_blocks.serving.jobs import Job, TokenMade
+from implicit_blocks.serving.jobs import GeneratedToken, Job
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITERATIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
@@ -111,7 +111,7 @@ class Metrics:
         )
         self._recent: deque[tuple[float, int]] = deque()
 
-    def token(self, made: TokenMade, job: Job, now: float) -> None:
+    def token(self, new: GeneratedToken, job: Job, now: float) -> None:
         """Count a generated token of ``job``, whose ``last_token`` is the time of the one before it."""
         self.tokens.inc()
         if self._recent and now - self._recent[-1][0] < 0.1:
@@ -120,9 +120,9 @@ class Metrics:
             self._recent.append((now, 1))
             while self._recent and now - self._recent[0][0] > _WINDOW:
                 self._recent.popleft()
-        if made.iterations is not None:
-            self.iterations.observe(made.iterations)
-        if made.converged is False:
+        if new.iterations is not None:
+            self.iterations.observe(new.iterations)
+        if new.converged is False:
             self.unconverged.inc()
         if job.last_token is None:
             self.first_token_seconds.observe(now - job.submitted)

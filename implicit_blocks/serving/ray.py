@@ -88,27 +88,30 @@ def app(arguments: dict[str, Any]) -> Any:
         ValueError: an unknown argument, a source that does not exist, or options out of range.
 
     """
-    given = Arguments.model_validate({name: arguments[name] for name in arguments.keys() - _OPTIONS})
+    settings = Arguments.model_validate({name: arguments[name] for name in arguments.keys() - _OPTIONS})
     chosen = {name: arguments[name] for name in arguments.keys() & _OPTIONS}
     chosen["api_key"] = os.environ.get(KEY_VARIABLE)
     options = TypeAdapter(ServerOptions).validate_python(chosen)
-    gpus = given.gpus
+    gpus = settings.gpus
     if gpus is None:
-        gpus = 1.0 if choose_device(given.device).type == "cuda" else 0.0
-    replicas = {"min_replicas": given.min_replicas, "max_replicas": given.max_replicas or given.min_replicas}
+        gpus = 1.0 if choose_device(settings.device).type == "cuda" else 0.0
+    replicas = {
+        "min_replicas": settings.min_replicas,
+        "max_replicas": settings.max_replicas or settings.min_replicas,
+    }
     room = options.max_batch_size + options.max_queue
 
-    paths = {name: _absolute(getattr(given, name)) for name in ("source", "spec", "tokenizer")}
+    paths = {name: _absolute(getattr(settings, name)) for name in ("source", "spec", "tokenizer")}
 
     def build() -> Any:
         from implicit_blocks.serving.server import load
 
-        return load(**paths, options=options, name=given.name, device=given.device)
+        return load(**paths, options=options, name=settings.name, device=settings.device)
 
     deployment: Any = serve.deployment(
         serve.ingress(build)(_Replica),
         name="replica",
-        ray_actor_options={"num_cpus": given.cpus, "num_gpus": gpus},
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": gpus},
         autoscaling_config={**replicas, "target_ongoing_requests": options.max_batch_size},
         max_ongoing_requests=2 * room,  # more than fit, so that a full replica answers 429 itself
         graceful_shutdown_timeout_s=options.shutdown_seconds,

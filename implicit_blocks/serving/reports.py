@@ -37,12 +37,12 @@ def token_reports(
     products = None if problem is None else problem.products(tokens)
 
     def report(number: int, found: Replay | None) -> dict[str, Any]:
-        made = {**_token(language, tokens[number]), "generated": number >= len(prompt)}
-        made |= _searched(language, found)
+        fields = {**_token(language, tokens[number]), "generated": number >= len(prompt)}
+        fields |= _searched(language, found)
         if products is not None and found is not None:
-            made["product"] = _token(language, products[number])
-            made["right"] = made["prediction"]["token_id"] == products[number]
-        return made
+            fields["product"] = _token(language, products[number])
+            fields["right"] = fields["prediction"]["token_id"] == products[number]
+        return fields
 
     if products is None:
         yield report(0, None)

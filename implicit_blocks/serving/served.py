@@ -154,17 +154,17 @@ class ServedModel:
             raise ApiError(400, "stream_options requires stream: true", param="stream_options")
         _check_limits(self, body)
 
-    def _prompt(self, given: str | list[int]) -> Prompt:
-        if isinstance(given, str):
-            if len(given) > _MOST_CHARACTERS * self.options.max_seq_len:
-                raise self._too_long(f"prompt has {len(given)} characters, which are more tokens", "prompt")
+    def _prompt(self, value: str | list[int]) -> Prompt:
+        if isinstance(value, str):
+            if len(value) > _MOST_CHARACTERS * self.options.max_seq_len:
+                raise self._too_long(f"prompt has {len(value)} characters, which are more tokens", "prompt")
             try:
-                prompt = Prompt(self.language.encode(given), given)
+                prompt = Prompt(self.language.encode(value), value)
             except ValueError as error:
                 raise ApiError(400, str(error), param="prompt") from None
             return self._checked(prompt, "prompt")
-        checked = self._checked(Prompt(given, ""), "prompt")
-        return Prompt(checked.tokens, self.language.decode(given))
+        checked = self._checked(Prompt(value, ""), "prompt")
+        return Prompt(checked.tokens, self.language.decode(value))
 
     def _checked(self, prompt: Prompt, param: str) -> Prompt:
         tokens = prompt.tokens

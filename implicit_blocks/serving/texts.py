@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from implicit_blocks.decoding.stop_strings import StopScanner
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.jobs import Event, Failed, Job, LogProbability, PromptRead, TokenMade
+from implicit_blocks.serving.jobs import Event, Failed, GeneratedToken, Job, LogProbability, PromptRead
 from implicit_blocks.serving.language import Language
 
 
@@ -39,7 +39,7 @@ class Piece:
 
     text: str = ""
     scores: list[ScoredToken] = field(default_factory=list)
-    tokens: list[TokenMade] = field(default_factory=list)
+    tokens: list[GeneratedToken] = field(default_factory=list)
 
     def append(self, other: Piece) -> None:
         """Add the next piece of the same text."""
@@ -72,11 +72,11 @@ class Text:
         self._scores: deque[ScoredToken] = deque()
         """The scores of tokens whose text may belong to a stop string."""
 
-    def piece(self, event: PromptRead | TokenMade) -> Piece:
+    def piece(self, event: PromptRead | GeneratedToken) -> Piece:
         """Return what an event adds."""
         if isinstance(event, PromptRead):
             return self._prompt(event)
-        made = Piece(tokens=[event])
+        part = Piece(tokens=[event])
         self.completion_tokens += 1
         if event.iterations is not None:
             self.searched = True
@@ -89,30 +89,30 @@ class Text:
         if event.last:
             new += self._stream.finish()
         self._length += len(new)
-        made.text, stopped = self._scanner.push(new)
+        part.text, stopped = self._scanner.push(new)
         if stopped:
             self.finish_reason = "stop"
         elif event.last:
-            made.text += self._scanner.finish()
+            part.text += self._scanner.finish()
             self.finish_reason = "stop" if ends else "length"
-        self._released += len(made.text)
+        self._released += len(part.text)
         free = not self._scanner.stops or (event.last and not stopped)
         while self._scores and (free or self._scores[0].offset < self._released):
-            made.scores.append(self._scores.popleft())
-        return made
+            part.scores.append(self._scores.popleft())
+        return part
 
     def _prompt(self, event: PromptRead) -> Piece:
         self.prompt_iterations = event.iterations
-        made = Piece(text=self.echo or "")
+        part = Piece(text=self.echo or "")
         if event.scores is not None and self.echo is not None:
             offset = 0
             stream = self.language.stream(())
             for token, score in zip(self.job.prompt, (None, *event.scores), strict=True):
-                made.scores.append(ScoredToken(token, min(offset, len(self.echo)), score))
+                part.scores.append(ScoredToken(token, min(offset, len(self.echo)), score))
                 offset += len(stream.push(token))
         if self.job.max_tokens == 0:
             self.finish_reason = "length"
-        return made
+        return part
 
 
 class Texts:
@@ -176,7 +176,7 @@ class Texts:
                 found.setdefault(text, Piece()).append(text.piece(event))
                 if text.finish_reason is not None:
                     del running[id(job)]
-                    if not (isinstance(event, TokenMade) and event.last):
+                    if not (isinstance(event, GeneratedToken) and event.last):
                         self.runner.cancel([job])
             yield list(found.items())
 
@@ -190,8 +190,12 @@ class Texts:
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens and iterations of the request."""
         prompts = {id(text.job.prompt): len(text.job.prompt) for text in self.texts}
-        prompt, made = sum(prompts.values()), sum(text.completion_tokens for text in self.texts)
-        usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        prompt, completion = sum(prompts.values()), sum(text.completion_tokens for text in self.texts)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
         if any(text.searched for text in self.texts):
             usage["iterations"] = sum(text.iterations for text in self.texts)
             usage["unconverged_tokens"] = sum(text.unconverged for text in self.texts)

@@ -18,7 +18,7 @@ from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.inspect_api import InspectionJob, Inspections
-from implicit_blocks.serving.jobs import Event, Failed, Job, LogProbability, PromptRead, TokenMade
+from implicit_blocks.serving.jobs import Event, Failed, GeneratedToken, Job, LogProbability, PromptRead
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.scores import log_probabilities, score_prompts
 from implicit_blocks.solution import Solution
@@ -115,7 +115,7 @@ class Worker:
                 if isinstance(self.decoder, ContinuousDecoder):
                     self.inspections.advance(self.decoder)
                 if self.decoder.busy:
-                    self._made(self.decoder.step())
+                    self._deliver(self.decoder.step())
             except Exception as error:
                 self._recover(error)
             self.beat = time.monotonic()
@@ -218,7 +218,7 @@ class Worker:
                 iterations = None if solution is None else int(solution.iterations[row])
                 self._outbox.append((job, PromptRead(iterations)))
 
-    def _made(self, tokens: Sequence[NewToken]) -> None:
+    def _deliver(self, tokens: Sequence[NewToken]) -> None:
         now = time.monotonic()
         for new in tokens:
             job = self._jobs.get(new.request)
@@ -228,7 +228,7 @@ class Worker:
             if job.logprobs is not None:
                 (score,) = log_probabilities(new.logits[None], [new.token], job.logprobs)
             residual = new.residual if new.residual is not None and math.isfinite(new.residual) else None
-            event = TokenMade(new.token, new.last, new.iterations, residual, new.converged, score)
+            event = GeneratedToken(new.token, new.last, new.iterations, residual, new.converged, score)
             self.metrics.token(event, job, now)
             job.last_token = now
             if new.last:

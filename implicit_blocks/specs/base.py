@@ -119,9 +119,9 @@ class Spec(BaseModel):
         copied = super().model_copy(deep=deep)
         if not update:
             return copied
-        made = type(self).model_validate({**copied.__dict__, **update})
-        made.__pydantic_fields_set__ = self.model_fields_set | update.keys()
-        return made
+        changed = type(self).model_validate({**copied.__dict__, **update})
+        changed.__pydantic_fields_set__ = self.model_fields_set | update.keys()
+        return changed
 
 
 _AnySpec = TypeVar("_AnySpec", bound=Spec)

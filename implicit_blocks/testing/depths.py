@@ -19,7 +19,7 @@ from implicit_blocks.testing.contract import named, require
 BATCH, SAMPLES = 4, 400
 
 
-def _made(spec: DepthSpec) -> Depth:
+def _build_depth(spec: DepthSpec) -> Depth:
     depth: Depth = build(spec)
     return depth.train()
 
@@ -37,7 +37,7 @@ def _listed(loops: int | Tensor | None) -> list[int] | None:
 
 def type_and_bounds(spec: DepthSpec) -> None:
     """Check the type of a sample, and that it is at least 1 and at most the spec's ``maximum_loops``."""
-    depth, maximum = _made(spec), spec.maximum_loops()
+    depth, maximum = _build_depth(spec), spec.maximum_loops()
     for batch_size in (1, BATCH):
         for _ in range(50):
             loops = depth.sample(batch_size, "cpu")
@@ -56,7 +56,7 @@ def type_and_bounds(spec: DepthSpec) -> None:
 
 def mean(spec: DepthSpec) -> None:
     """Check the spec's ``expected_loops`` against the mean of many samples."""
-    found = [number for loops in _samples(_made(spec), SAMPLES) for number in loops or []]
+    found = [number for loops in _samples(_build_depth(spec), SAMPLES) for number in loops or []]
     expected = spec.expected_loops()
     if not found or expected is None:
         require(
@@ -81,10 +81,10 @@ def mean(spec: DepthSpec) -> None:
 def equal_on_ranks(spec: DepthSpec) -> None:
     """Check that two processes have the same numbers, whatever the state of torch's global generator."""
     torch.manual_seed(0)
-    first = _samples(_made(spec), 20)
+    first = _samples(_build_depth(spec), 20)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    second = _samples(_made(spec), 20)
+    second = _samples(_build_depth(spec), 20)
     require(
         first == second and torch.equal(torch.get_rng_state(), before),
         spec,
@@ -97,14 +97,14 @@ def equal_on_ranks(spec: DepthSpec) -> None:
 def resumes(spec: DepthSpec) -> None:
     """Check that a module that loads a state dict, and a copy, continue with the same numbers."""
     for batch_size in (1, BATCH):
-        depth = _made(spec)
+        depth = _build_depth(spec)
         _samples(depth, 7, batch_size)
         state, copied = copy.deepcopy(depth.state_dict()), copy.deepcopy(depth)
         with torch.device("meta"):
-            empty = _made(spec)
+            empty = _build_depth(spec)
         empty.sample(batch_size, "cpu")
         empty = empty.to_empty(device="cpu")
-        used = _made(spec)
+        used = _build_depth(spec)
         _samples(used, 3, batch_size)
         expected = _samples(depth, 20, batch_size)
         for name, other in (("a copy", copied), ("from the meta device", empty), ("a used module", used)):
@@ -121,7 +121,7 @@ def resumes(spec: DepthSpec) -> None:
 
 def evaluation(spec: DepthSpec) -> None:
     """Check that evaluation returns None and does not change the numbers of training."""
-    expected, depth = _samples(_made(spec), 6), _made(spec)
+    expected, depth = _samples(_build_depth(spec), 6), _build_depth(spec)
     found = _samples(depth, 3)
     evaluated = _samples(depth.eval(), 5)
     found += _samples(depth.train(), 3)

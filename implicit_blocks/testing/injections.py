@@ -49,11 +49,11 @@ def _core_width(spec: InjectionSpec) -> int:
 
 def _built(spec: InjectionSpec, core_width: int) -> Injection:
     width = PROJECTED if spec.adds_to_projections else None
-    made: Injection = build(spec, d_model=WIDTH, core_width=core_width, projected=width, norm_eps=1e-5)
-    return made
+    built: Injection = build(spec, d_model=WIDTH, core_width=core_width, projected=width, norm_eps=1e-5)
+    return built
 
 
-def _made(spec: InjectionSpec, dtype: torch.dtype = torch.float64) -> Injection:
+def _randomized(spec: InjectionSpec, dtype: torch.dtype = torch.float64) -> Injection:
     """Return an injection with random parameters, so that none of them is without effect."""
     injection = _built(spec, _core_width(spec)).to(dtype)
     generator = torch.Generator().manual_seed(3)
@@ -73,17 +73,17 @@ def _inputs(spec: InjectionSpec, dtype: torch.dtype = torch.float64) -> _Inputs:
     )
 
 
-def _run(injection: Injection, given: _Inputs) -> _Values:
-    source, projected = injection.source(given.x), injection.projected(given.x)
-    e = None if source is None else source.to(given.z.dtype)  # as models do
-    entered = injection.enter(given.z, e)
-    return _Values(source, projected, entered, injection.leave(given.h, given.z, entered, e))
+def _run(injection: Injection, inputs: _Inputs) -> _Values:
+    source, projected = injection.source(inputs.x), injection.projected(inputs.x)
+    e = None if source is None else source.to(inputs.z.dtype)  # as models do
+    entered = injection.enter(inputs.z, e)
+    return _Values(source, projected, entered, injection.leave(inputs.h, inputs.z, entered, e))
 
 
 @torch.no_grad()
 def shapes_and_dtypes(spec: InjectionSpec) -> None:
     """Check that the stream keeps its shape and type: float64, float32, under autocast, bfloat16 weights."""
-    expected = _run(_made(spec), _inputs(spec))
+    expected = _run(_randomized(spec), _inputs(spec))
     core = (ROWS, LENGTH, _core_width(spec))
     for stream, weights, autocast in (
         (torch.float64, torch.float64, False),
@@ -91,7 +91,7 @@ def shapes_and_dtypes(spec: InjectionSpec) -> None:
         (torch.float32, torch.float32, True),
         (torch.float32, torch.bfloat16, False),
     ):
-        injection = _made(spec, weights)
+        injection = _randomized(spec, weights)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             found = _run(injection, _inputs(spec, stream))
         for name, value in (("enter", found.entered), ("leave", found.left)):
@@ -131,15 +131,15 @@ def shapes_and_dtypes(spec: InjectionSpec) -> None:
 @torch.no_grad()
 def positions_apart(spec: InjectionSpec) -> None:
     """Check that a token's values depend on no other token and no other row."""
-    injection, given = _made(spec), _inputs(spec)
-    whole = _run(injection, given)
+    injection, inputs = _randomized(spec), _inputs(spec)
+    whole = _run(injection, inputs)
     everything = slice(None)
     for rows, tokens, name in (
         (torch.tensor([2, 0]), everything, "rows 2 and 0"),
         (everything, slice(0, 4), "the first 4 tokens"),
         (everything, slice(3, 4), "token 3"),
     ):
-        alone = _run(injection, given.part(rows, tokens))
+        alone = _run(injection, inputs.part(rows, tokens))
         for of, value, together in zip(whole._fields, alone, whole, strict=True):
             if value is None or together is None:
                 continue
@@ -156,14 +156,14 @@ def positions_apart(spec: InjectionSpec) -> None:
 @torch.no_grad()
 def purity(spec: InjectionSpec) -> None:
     """Check that two calls agree, in training mode too, and that no argument or random state is modified."""
-    injection, given = _made(spec).train(), _inputs(spec)
-    kept, numbers = _Inputs(*(tensor.clone() for tensor in given)), torch.get_rng_state()
-    first, second = _run(injection, given), _run(injection, given)
+    injection, inputs = _randomized(spec).train(), _inputs(spec)
+    kept, numbers = _Inputs(*(tensor.clone() for tensor in inputs)), torch.get_rng_state()
+    first, second = _run(injection, inputs), _run(injection, inputs)
     equal = all(
         one is other or (one is not None and other is not None and torch.equal(one, other))
         for one, other in zip(first, second, strict=True)
     )
-    unchanged = all(torch.equal(one, other) for one, other in zip(given, kept, strict=True))
+    unchanged = all(torch.equal(one, other) for one, other in zip(inputs, kept, strict=True))
     require(
         equal and unchanged and torch.equal(numbers, torch.get_rng_state()),
         injection,
@@ -176,9 +176,9 @@ def purity(spec: InjectionSpec) -> None:
 @torch.no_grad()
 def direct(spec: InjectionSpec) -> None:
     """Check that ``direct`` is True exactly where ``enter`` and ``leave`` change nothing."""
-    injection, given = _made(spec), _inputs(spec)
-    found = _run(injection, given)
-    is_identity = torch.equal(found.entered, given.z) and torch.equal(found.left, given.h)
+    injection, inputs = _randomized(spec), _inputs(spec)
+    found = _run(injection, inputs)
+    is_identity = torch.equal(found.entered, inputs.z) and torch.equal(found.left, inputs.h)
     require(
         injection.direct == is_identity,
         injection,
@@ -190,20 +190,20 @@ def direct(spec: InjectionSpec) -> None:
 
 def gradients(spec: InjectionSpec) -> None:
     """Check that gradients reach every input and parameter, against finite differences in float64."""
-    injection, given = _made(spec), _Inputs(*(tensor.requires_grad_() for tensor in _inputs(spec)))
+    injection, inputs = _randomized(spec), _Inputs(*(tensor.requires_grad_() for tensor in _inputs(spec)))
 
     def loss() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
-        for number, value in enumerate(_run(injection, given), 1):
+        for number, value in enumerate(_run(injection, inputs), 1):
             if value is not None:  # the weights differ, so that no two values cancel
                 weights = torch.linspace(number, number**2 + 1, value.numel(), dtype=torch.float64)
                 total = total + (value * weights.view_as(value)).sum()
         return total
 
     tensors = {
-        "the prelude's output": given.x,
-        "z": given.z,
-        "the core's output": given.h,
+        "the prelude's output": inputs.x,
+        "z": inputs.z,
+        "the core's output": inputs.h,
         **dict(injection.named_parameters()),
     }
     for name, derivative in check_gradients(injection, loss, tensors, tolerance=1e-5).items():
@@ -246,7 +246,7 @@ def widths(spec: InjectionSpec) -> None:
 @torch.no_grad()
 def parameters(spec: InjectionSpec) -> None:
     """Check the spec's shapes, deep copies, state dicts, construction on the meta device, and the reset."""
-    injection, given = _made(spec), _inputs(spec)
+    injection, inputs = _randomized(spec), _inputs(spec)
     shapes = {name: tuple(parameter.shape) for name, parameter in injection.named_parameters()}
     core_width, projected = _core_width(spec), PROJECTED if spec.adds_to_projections else None
     declared = spec.parameter_shapes(WIDTH, core_width, projected)
@@ -273,11 +273,11 @@ def parameters(spec: InjectionSpec) -> None:
         "every parameter",
     )
     empty.load_state_dict(injection.state_dict())
-    expected = _run(injection, given)
+    expected = _run(injection, inputs)
     for other in (copy.deepcopy(injection), empty):
         same = [
             one is two or (one is not None and two is not None and torch.equal(one, two))
-            for one, two in zip(_run(other, given), expected, strict=True)
+            for one, two in zip(_run(other, inputs), expected, strict=True)
         ]
         require(
             all(same),

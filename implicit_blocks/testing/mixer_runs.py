@@ -105,10 +105,10 @@ def commit(
             dtype=z.dtype,
         )
         context = mixer.prepare(with_ids(mixer, window, z[:, part]))
-        given = z[:, part].clone()
+        original = z[:, part].clone()
         advanced = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
         y, state = mixed_and_state(mixer, advanced)
-        require_untouched(mixer, z[:, part], given)
+        require_untouched(mixer, z[:, part], original)
         committed = committed.after(window, (state,))
         outputs.append(y)
         first = end
@@ -144,7 +144,7 @@ def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None =
     """Mix one window from the initial state, as an iteration does."""
     committed = begin(mixer, z.shape[0])
     window = committed.window(z.shape[1], valid_BL=valid, documents_BL=None, dtype=z.dtype)
-    given = z.clone()
+    original = z.clone()
     y = mixer(z, u, committed.layers[0], mixer.prepare(with_ids(mixer, window, z)))
     require(
         isinstance(y, Tensor),
@@ -152,7 +152,7 @@ def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None =
         "mixes a window",
         f"forward returned a {type(y).__name__}; return the mixed window alone, and its state from advance",
     )
-    require_untouched(mixer, z, given)
+    require_untouched(mixer, z, original)
     return y  # type: ignore[no-any-return]  # checked above
 
 

@@ -21,7 +21,7 @@ from implicit_blocks.testing.contract import check_gradients, named, relative_er
 ROWS, LENGTH, WIDTH, LAYERS = 2, 5, 8, 6
 
 
-def _made(spec: ScalingSpec) -> Scaling:
+def _build_scaling(spec: ScalingSpec) -> Scaling:
     scaling: Scaling = build(spec, d_model=WIDTH, n_layers=LAYERS)
     return scaling.double()
 
@@ -37,7 +37,7 @@ def _inputs() -> tuple[Tensor, Tensor]:
 def types(spec: ScalingSpec) -> None:
     """Check that the stream keeps its shape and type, with branches and parameters in lower precision."""
     stream, branch = _inputs()
-    expected = _made(spec)(stream, branch)
+    expected = _build_scaling(spec)(stream, branch)
     for parameters in (torch.float32, torch.bfloat16):
         scaling = build(spec, d_model=WIDTH, n_layers=LAYERS).to(parameters)
         after = scaling(stream.float(), branch.bfloat16())
@@ -54,15 +54,15 @@ def types(spec: ScalingSpec) -> None:
 @torch.no_grad()
 def tokens_apart(spec: ScalingSpec) -> None:
     """Check that a token's value does not depend on other tokens, and that no argument is modified."""
-    scaling = _made(spec)
+    scaling = _build_scaling(spec)
     stream, branch = _inputs()
-    given = stream.clone(), branch.clone()
+    originals = stream.clone(), branch.clone()
     whole = scaling(stream, branch)
     parts = torch.cat([scaling(stream[:, i : i + 1], branch[:, i : i + 1]) for i in range(LENGTH)], dim=1)
     require(
         relative_error(parts, whole) < 1e-12
-        and torch.equal(stream, given[0])
-        and torch.equal(branch, given[1]),
+        and torch.equal(stream, originals[0])
+        and torch.equal(branch, originals[1]),
         scaling,
         "tokens apart",
         "tokens alone have other values than together, or the call modifies its arguments; compute each "
@@ -73,7 +73,7 @@ def tokens_apart(spec: ScalingSpec) -> None:
 @torch.no_grad()
 def plain(spec: ScalingSpec) -> None:
     """Check that a spec that is ``plain`` gives the sum, and that no other does."""
-    scaling = _made(spec)
+    scaling = _build_scaling(spec)
     stream, branch = _inputs()
     is_sum = torch.equal(scaling(stream, branch), stream + branch)
     require(
@@ -86,7 +86,7 @@ def plain(spec: ScalingSpec) -> None:
 
 def gradients(spec: ScalingSpec) -> None:
     """Check the gradients of both arguments and every parameter against finite differences, in float64."""
-    scaling = _made(spec)
+    scaling = _build_scaling(spec)
     stream, branch = (part.requires_grad_() for part in _inputs())
     tensors = {"the stream": stream, "the branch": branch, **dict(scaling.named_parameters())}
     weights = torch.linspace(1, 2, stream.numel(), dtype=torch.float64).view_as(stream)
@@ -101,7 +101,7 @@ def gradients(spec: ScalingSpec) -> None:
 @torch.no_grad()
 def parameters(spec: ScalingSpec) -> None:
     """Check the parameters: vectors, counted by the spec, reset, copied, built on the meta device."""
-    scaling = _made(spec)
+    scaling = _build_scaling(spec)
     counted = sum(parameter.numel() for parameter in scaling.parameters())
     dimensions = max((parameter.ndim for parameter in scaling.parameters()), default=0)
     require(

@@ -183,7 +183,7 @@ def state_layout(subject: Solver | SolverSpec) -> None:
     state = solver.init(z)
     for _ in range(3):
         before, fz = pytree.tree_map(lambda leaf: leaf.clone(), state), f(z)
-        given = z.clone(), fz.clone()
+        originals = z.clone(), fz.clone()
         proposed, after = point_and_state(solver, solver.update(z, fz, state, f))
         require(
             isinstance(proposed, Tensor) and proposed.shape == z.shape and proposed.dtype == z.dtype,
@@ -200,7 +200,7 @@ def state_layout(subject: Solver | SolverSpec) -> None:
         )
         same = all(torch.equal(a, b) for a, b in zip(leaves, pytree.tree_leaves(before), strict=True))
         require(
-            same and torch.equal(z, given[0]) and torch.equal(fz, given[1]),
+            same and torch.equal(z, originals[0]) and torch.equal(fz, originals[1]),
             solver,
             "state layout",
             "update must return a new point and state and must not modify its arguments",

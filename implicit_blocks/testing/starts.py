@@ -21,7 +21,7 @@ from implicit_blocks.testing.contract import named, relative_error, require
 ROWS, LENGTH, WIDTH, OTHER_WIDTH = 3, 10, 16, 24
 
 
-def _made(spec: StartSpec, *, width: int = WIDTH) -> Start:
+def _build_start(spec: StartSpec, *, width: int = WIDTH) -> Start:
     torch.manual_seed(0)
     start: Start = build(spec, width=width)
     return start.eval()
@@ -44,7 +44,7 @@ def _run(
 @torch.no_grad()
 def shape_and_dtype(spec: StartSpec) -> None:
     """Check shape and type of the state, in training and evaluation, also with one row of positions."""
-    start = _made(spec)
+    start = _build_start(spec)
     x, e, positions = _inputs()
     for training in (False, True):
         start.train(training)
@@ -63,7 +63,7 @@ def shape_and_dtype(spec: StartSpec) -> None:
 @torch.no_grad()
 def windows(spec: StartSpec) -> None:
     """Check that in evaluation windows and single tokens have the state of one pass."""
-    start = _made(spec)
+    start = _build_start(spec)
     x, e, positions = _inputs()
     whole = _run(start, x, e, positions)
     for cuts in ([4, LENGTH], list(range(1, LENGTH + 1))):
@@ -82,7 +82,7 @@ def windows(spec: StartSpec) -> None:
 @torch.no_grad()
 def rows_apart(spec: StartSpec) -> None:
     """Check that in evaluation a row's state does not depend on the other rows or their order."""
-    start = _made(spec)
+    start = _build_start(spec)
     x, e, positions = _inputs()
     whole, rows = _run(start, x, e, positions), torch.tensor([2, 0])
     error = relative_error(_run(start, x[rows], e[rows], positions[rows]), whole[rows])
@@ -97,7 +97,7 @@ def rows_apart(spec: StartSpec) -> None:
 @torch.no_grad()
 def repeatable_evaluation(spec: StartSpec) -> None:
     """Check that evaluation repeats its values and leaves torch's global generator alone."""
-    start = _made(spec)
+    start = _build_start(spec)
     x, e, positions = _inputs()
     before = torch.get_rng_state()
     first = _run(start, x, e, positions)
@@ -114,7 +114,7 @@ def repeatable_evaluation(spec: StartSpec) -> None:
 @torch.no_grad()
 def token_dependence(spec: StartSpec) -> None:
     """Check the spec's ``depends_on_tokens``."""
-    start = _made(spec)
+    start = _build_start(spec)
     x, e, positions = _inputs()
     (other_x, other_e, _) = _inputs(seed=2)
     changed = not torch.equal(_run(start, x, e, positions), _run(start, other_x, other_e, positions))
@@ -131,8 +131,8 @@ def token_dependence(spec: StartSpec) -> None:
 def added_noise(spec: StartSpec) -> None:
     """Check the noise that ``noise_std`` adds, by its size and its generator in training."""
     x, e, positions = (part[:1].repeat(8, *([1] * (part.ndim - 1))) for part in _inputs())
-    clean = _made(spec.model_copy(update={"noise_std": 0.0}))
-    noisy = _made(spec.model_copy(update={"noise_std": 0.5}))
+    clean = _build_start(spec.model_copy(update={"noise_std": 0.0}))
+    noisy = _build_start(spec.model_copy(update={"noise_std": 0.5}))
     size = float((_run(noisy, x, e, positions) - _run(clean, x, e, positions))[0].std())
     noisy.train()
     torch.manual_seed(5)
@@ -156,7 +156,7 @@ def widths(spec: StartSpec) -> None:
     messages = []
     for run in (
         lambda: spec.check(WIDTH, OTHER_WIDTH),
-        lambda: _run(_made(spec, width=OTHER_WIDTH), x, e, positions),
+        lambda: _run(_build_start(spec, width=OTHER_WIDTH), x, e, positions),
     ):
         try:
             run()
@@ -178,7 +178,7 @@ def widths(spec: StartSpec) -> None:
 @torch.no_grad()
 def copies(spec: StartSpec) -> None:
     """Check deep copies, state dicts, the meta device and the spec's ``parameter_count``."""
-    start = _made(spec)
+    start = _build_start(spec)
     for parameter in start.parameters():
         parameter.normal_()
     x, e, positions = _inputs()

@@ -16,7 +16,7 @@ import pytest
 
 import implicit_blocks as ib
 from implicit_blocks.serving.engine import DELIVERY_SECONDS, Engine
-from implicit_blocks.serving.jobs import Job, TokenMade
+from implicit_blocks.serving.jobs import GeneratedToken, Job
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions
 
@@ -128,7 +128,7 @@ def test_texts_of_many_streams_are_those_of_generate(model, start):
 
 def test_events_are_delivered_at_intervals_in_order_and_none_is_lost(model):
     engine = Engine(model, ServerOptions(max_batch_size=1, max_seq_len=8), Metrics(1))
-    sent = [TokenMade(number, last=number == 1999) for number in range(2000)]
+    sent = [GeneratedToken(number, last=number == 1999) for number in range(2000)]
     deliver, times = engine._deliver, []
 
     def observed() -> None:

@@ -72,11 +72,11 @@ def _runs(content: Row) -> list[Row]:
 def _run(run: Row) -> list[str]:
     about = {key: run[key] for key in ABOUT if key in run}
     rest = {key: value for key, value in run.items() if key not in ABOUT}
-    made: list[tuple[str, list[Row]]] = []
-    alone = _collect(rest, name="", before={}, tables=made)
+    nested: list[tuple[str, list[Row]]] = []
+    alone = _collect(rest, name="", before={}, tables=nested)
     sections = [_about(about)]
     shown_already: set[str] = set()
-    if made:  # long texts go into the list if there is another table
+    if nested:  # long texts go into the list if there is another table
         texts = {k: v for k, v in alone.items() if isinstance(v, str) and len(v) > LONGEST}
         alone = {key: value for key, value in alone.items() if key not in texts}
         sections[0] += "".join(
@@ -85,7 +85,7 @@ def _run(run: Row) -> list[str]:
         shown_already |= set(texts.values())
     if alone:
         sections.append(_table([alone], shown_already))
-    for name, rows in _merged(made):
+    for name, rows in _merged(nested):
         cut = f", first {MOST} of {len(rows)} rows" if len(rows) > MOST else ""
         sections.append(f"**{name.replace('_', ' ')}**{cut}\n\n{_table(rows, shown_already)}")
     return sections
@@ -126,12 +126,12 @@ def _collect(found: Mapping[str, Any], *, name: str, before: Row, tables: list[t
             own[key] = value
     for title, rows in within:
         leading = {**before, **{k: v for k, v in own.items() if ":" not in k}} if name else before
-        made = [
+        cells = [
             {**leading, **_collect(row, name=title, before={**leading, **_key(row)}, tables=tables)}
             for row in rows
         ]
-        if any(set(row) - set(leading) for row in made):
-            tables.append((title, made))
+        if any(set(row) - set(leading) for row in cells):
+            tables.append((title, cells))
     return own
 
 

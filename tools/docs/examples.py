@@ -125,12 +125,12 @@ def folder_of(page: Sequence[Block], folder: Path) -> Iterator[None]:
 # -------------------------------------------------------------------------------- checking
 
 
-def check(block: Block, *, made: frozenset[str] = frozenset()) -> None:
+def check(block: Block, *, written_specs: frozenset[str] = frozenset()) -> None:
     """Check a block without running it, in the folder of its page.
 
     Args:
         block: the block.
-        made: names of specs that commands of the page write.
+        written_specs: names of specs that commands of the page write.
 
     """
     if block.language == "python":
@@ -149,7 +149,7 @@ def check(block: Block, *, made: frozenset[str] = frozenset()) -> None:
     elif block.language == "sh":
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
         for words in commands(block):
-            _check_command(block, words, made)
+            _check_command(block, words, written_specs)
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -186,7 +186,7 @@ def specs_made(page: Sequence[Block]) -> frozenset[str]:
     return frozenset(f"word_problem_s3_{w[w.index('new-plugin') + 1]}" for w in words)
 
 
-def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None:
+def _check_command(block: Block, words: list[str], written_specs: frozenset[str]) -> None:
     programs = [i for i, word in enumerate(words) if Path(word).name in {"python", "python3", "torchrun"}]
     if not programs:
         program = Path(words[0]).name
@@ -221,7 +221,7 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
     options = _parsed(block, words[1:])
     spec, overrides = getattr(options, "spec", None), list(getattr(options, "overrides", None) or [])
     a_run = str(spec).startswith("runs/")  # a run of the reader
-    if spec is not None and str(spec) not in made and not a_run:
+    if spec is not None and str(spec) not in written_specs and not a_run:
         load_spec(spec, overrides)
 
 

@@ -93,13 +93,13 @@ class TransformersLM(nn.Module):
         if ignored.get("state") is not None or ignored.get("return_state"):
             raise ValueError("a model of transformers returns no state; use its own generate")
         self.require_length(input_ids.shape[1])
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if attention_mask is not None:
-            given["attention_mask"] = attention_mask.long()
+            inputs["attention_mask"] = attention_mask.long()
         if documents is not None:
             self.require_documents_apart()
-            given["position_ids"] = _positions(documents)
-        logits = at_least_float32(self.model(input_ids=input_ids, use_cache=False, **given).logits)
+            inputs["position_ids"] = _positions(documents)
+        logits = at_least_float32(self.model(input_ids=input_ids, use_cache=False, **inputs).logits)
         loss = None
         if labels is not None:
             total = F.cross_entropy(

@@ -31,15 +31,15 @@ class Callbacks:
         members: list[tuple[CallbackSpec, Callback]] = []
         for index, spec in enumerate(specs):
             try:
-                made = registry.build(spec)
+                built = registry.build(spec)
             except Exception as error:  # a plugin may raise anything; the run has not begun
                 raise ValueError(f"callbacks.{index}: {_describe(spec)} can't be built: {error}") from error
-            if not isinstance(made, Callback):
+            if not isinstance(built, Callback):
                 raise ValueError(
-                    f"callbacks.{index}: {_describe(spec)} is built as {type(made).__qualname__}, which is "
+                    f"callbacks.{index}: {_describe(spec)} is built as {type(built).__qualname__}, which is "
                     "not a trainer.callbacks.Callback; derive it from that class"
                 )
-            members.append((spec, made))
+            members.append((spec, built))
         return cls(members)
 
     def stop(self, reason: str) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m trainer",
         description="Train a model described by a spec.",
         epilog="Override settings of the spec by path.to.key=value: data.group=A4 training.max_steps=200. "
@@ -46,31 +46,31 @@ def parser() -> argparse.ArgumentParser:
         "trainer.evaluate (benchmarks, perplexity), trainer.sweep (a grid of runs), trainer.experiments (of "
         "the paper), implicit_blocks (specs, generation, exports, plugins).",
     )
-    made.add_argument("--spec", metavar="FILE", help="YAML file of the run, or its name in the zoo")
-    made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
-    made.add_argument(
+    command.add_argument("--spec", metavar="FILE", help="YAML file of the run, or its name in the zoo")
+    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
+    command.add_argument(
         "--output", type=Path, metavar="DIR", help="folder of the run (default: runs/<spec>-<time>)"
     )
-    made.add_argument("--resume", action="store_true", help="resume the run in the output folder")
-    made.add_argument(
+    command.add_argument("--resume", action="store_true", help="resume the run in the output folder")
+    command.add_argument(
         "--checkpoint",
         metavar="NAME",
         help="resume from this checkpoint, such as step-00000120 (default: the newest complete one)",
     )
-    made.add_argument(
+    command.add_argument(
         "--stop-at", type=int, metavar="STEP", help="save and stop after this step; continue by --resume"
     )
-    made.add_argument(
+    command.add_argument(
         "--dry-run", action="store_true", help="print size, cost, memory and phases without training"
     )
-    made.add_argument("--ranks", type=int, metavar="N", help="dry run: number of processes (default: 1)")
-    made.add_argument(
+    command.add_argument("--ranks", type=int, metavar="N", help="dry run: number of processes (default: 1)")
+    command.add_argument(
         "--rate",
         metavar="TOKENS/S",
         help="dry run: measured rate for the duration estimate, or one per phase: bounded=20000,free=9000",
     )
-    made.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
-    return made
+    command.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

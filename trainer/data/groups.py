@@ -248,19 +248,19 @@ def elements(definition: Generators) -> list[tuple[int, ...]]:
 
 
 def _group_from_rows(rows: Sequence[Sequence[int]]) -> Algebra:
-    made = _monoid_from_rows("table", rows, what="group")
-    if made.identity != 0:
+    algebra = _monoid_from_rows("table", rows, what="group")
+    if algebra.identity != 0:
         raise ValueError(
-            f"the identity of the group table is element {made.identity}, not 0; renumber the elements so "
+            f"the identity of the group table is element {algebra.identity}, not 0; renumber the elements so "
             "that it is the first (tokens are set to the identity with probability p)"
         )
-    without = np.flatnonzero((made.table != 0).all(axis=1))
+    without = np.flatnonzero((algebra.table != 0).all(axis=1))
     if without.size:
         raise ValueError(
             f"element {without[0]} of the group table has no inverse: no product with it is the identity, 0; "
             "correct the table, or use it as the monoid of another group"
         )
-    return made
+    return algebra
 
 
 def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]], *, what: str = "monoid") -> Algebra:

@@ -198,11 +198,14 @@ def _store_of_attempt() -> Any:
     the addresses of those that have ended. Only the processes of one machine agree on the number of the
     attempt; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 has torchrun create a store for each attempt.
     """
-    given, attempt = os.environ, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    shared = given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and given.get("GROUP_WORLD_SIZE", "1") == "1"
+    environment, attempt = os.environ, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    shared = (
+        environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and environment.get("GROUP_WORLD_SIZE", "1") == "1"
+    )
     if attempt == "0" or not shared:
         return None
-    store = dist.TCPStore(given["MASTER_ADDR"], int(given["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]  # torch does not list it
+    store = dist.TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_master=False)  # type: ignore[attr-defined]  # torch does not list it
     return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]  # as above
 
 

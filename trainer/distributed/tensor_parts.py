@@ -204,12 +204,12 @@ class _StoredPart(Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, part: LocalPart, *, first: bool) -> _StoredPart:
-        made: _StoredPart = Tensor._make_wrapper_subclass(
+        wrapper: _StoredPart = Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=tensor.dtype, device=torch.device("cpu")
         )
-        made.overlaps = list(_overlaps(tensor.detach(), part))
-        made.first = first
-        return made
+        wrapper.overlaps = list(_overlaps(tensor.detach(), part))
+        wrapper.first = first
+        return wrapper
 
     overlaps: list[_Overlap]
     first: bool

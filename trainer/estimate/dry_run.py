@@ -177,24 +177,24 @@ def _ranks(spec: RunSpec, ranks: int) -> list[str]:
     return [f"{ranks}, {resolved.kind}{assumed}: {', '.join([whole[resolved.kind], *divided])}"]
 
 
-def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
+def _rates(text: str | None, phases: list[str]) -> dict[str, float]:
     """Return the throughput of each phase in tokens per second."""
-    if given is None:
+    if text is None:
         return {}
-    entries = [entry.rpartition("=") for entry in given.split(",")]
+    entries = [entry.rpartition("=") for entry in text.split(",")]
     try:
         rates = {phase.strip(): float(number) for phase, _, number in entries}
     except ValueError:
         rates = {}
     if not rates or min(rates.values()) <= 0:
         raise ValueError(
-            f"--rate must be a positive number of tokens per second, such as 20000; got {given!r}"
+            f"--rate must be a positive number of tokens per second, such as 20000; got {text!r}"
         )
     if set(rates) == {""}:
         return dict.fromkeys(phases, rates[""])
     if set(rates) != set(phases):
         raise ValueError(
-            f"--rate must name each phase once, got {given!r}; use "
+            f"--rate must name each phase once, got {text!r}; use "
             f"{','.join(f'{phase}=20000' for phase in phases)}"
         )
     return rates

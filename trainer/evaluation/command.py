@@ -47,41 +47,41 @@ _SETTINGS = ("limit", "batch_size", "tolerance", "mean_iterations", "max_length"
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m trainer.evaluate", description="Evaluate a model on benchmarks, from local files."
     )
-    made.add_argument(
+    command.add_argument(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="PATH",
         help="a run directory, one of its checkpoints, a safetensors file, or a pretrained folder",
     )
-    made.add_argument("--spec", metavar="FILE", help="a YAML file or a zoo name (default: the run's own)")
-    made.add_argument(
+    command.add_argument("--spec", metavar="FILE", help="a YAML file or a zoo name (default: the run's own)")
+    command.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a directory with one, or bytes"
     )
-    made.add_argument(
+    command.add_argument(
         "--data", type=Path, default=Path("data"), metavar="DIR", help="directory of the task files (data)"
     )
-    made.add_argument(
+    command.add_argument(
         "--tasks",
         nargs="*",
         metavar="TASK",
         help="kinds of evaluation tasks, KIND=FILE for other files, lm-eval YAML files, or lm-eval's names "
         f"(default: {' '.join(PAPER_TASKS)}; none with --tokens)",
     )
-    made.add_argument(
+    command.add_argument(
         "--include-path",
         type=Path,
         metavar="DIR",
         help="directory of lm-eval YAML files whose names --tasks then knows",
     )
-    made.add_argument("--limit", type=_positive, metavar="N", help="only the first N items of each task")
-    made.add_argument(
+    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N items of each task")
+    command.add_argument(
         "--batch-size", type=_positive, default=16, metavar="N", help="sequences per forward pass (16)"
     )
-    made.add_argument(
+    command.add_argument(
         "--self-iterations",
         type=_positive,
         nargs="+",
@@ -89,49 +89,49 @@ def parser() -> argparse.ArgumentParser:
         help="repeat the evaluation with each maximum number of iterations; the final call of the map, "
         "which gives the output, is not counted",
     )
-    made.add_argument(
+    command.add_argument(
         "--tolerance", type=float, metavar="X", help="tolerance of the search (default: the spec's)"
     )
-    made.add_argument(
+    command.add_argument(
         "--mean-iterations",
         type=float,
         metavar="N",
         help="with --tokens: adjust the tolerance so that sequences take N iterations on average",
     )
-    made.add_argument(
+    command.add_argument(
         "--max-length",
         type=_positive,
         metavar="N",
         help="maximum tokens per request; longer contexts are truncated on the left (default: the model's "
         "number of positions, without truncation)",
     )
-    made.add_argument(
+    command.add_argument(
         "--padding",
         choices=("right", "left"),
         default="right",
         help="padding side; the scores do not depend on it",
     )
-    made.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
-    made.add_argument(
+    command.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
+    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
+    command.add_argument(
         "--tokens",
         type=Path,
         metavar="PATH",
         help="token files, or the output of python -m trainer.tokenize (its validation split): perplexity "
         "against length",
     )
-    made.add_argument(
+    command.add_argument(
         "--lengths",
         type=_positive,
         nargs="+",
         metavar="N",
         help="sequence lengths for --tokens (default: 1, 2, 4 and 8 times the training length)",
     )
-    made.add_argument(
+    command.add_argument(
         "--output", type=Path, metavar="DIR", help="output directory (default: evaluations/<name>-<time>)"
     )
-    made.add_argument("--log-samples", action="store_true", help="also write the response to every item")
-    return made
+    command.add_argument("--log-samples", action="store_true", help="also write the response to every item")
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,8 +224,10 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     eval_model = find_eval_model(options.checkpoint, spec=options.spec)
     asked = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
     if not eval_model.implicit and any(value is not None for value in asked.values()):
-        given = next(f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None)
-        raise ValueError(f"{eval_model.name} does not search for fixed points; omit {given}")
+        option_name = next(
+            f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None
+        )
+        raise ValueError(f"{eval_model.name} does not search for fixed points; omit {option_name}")
     if options.mean_iterations is not None:
         first = FIRST if options.tolerance is None else options.tolerance
         IterationBudget(options.mean_iterations, tolerance=first)
@@ -255,14 +257,14 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
 
 def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
     """Reject options without an effect, and repeated values, which would be measured twice."""
-    for option, given in (
+    for option, chosen in (
         ("--max-length", options.max_length is not None),
         ("--padding", options.padding != "right"),
         ("--log-samples", options.log_samples),
         ("--tokenizer", options.tokenizer is not None),
         ("--include-path", options.include_path is not None),
     ):
-        if given and not tasks:
+        if chosen and not tasks:
             raise ValueError(f"{option} applies to tasks, but only --tokens is given; omit it")
     if options.mean_iterations is not None and (tasks or options.tokens is None):
         raise ValueError("--mean-iterations applies to --tokens alone; omit it, or the tasks")
@@ -406,7 +408,7 @@ def _evaluate_all(
     for budget in budgets:
         evaluate(
             model,
-            job.sets if budget is None else [_at(given, budget) for given in job.sets],
+            job.sets if budget is None else [_at(one, budget) for one in job.sets],
             device=job.device,
             precision=options.precision,
             batch_size=options.batch_size,
@@ -428,8 +430,8 @@ def _fitting_sets(
         DataError: an explicitly given length does not fit, or no length does.
 
     """
-    fitting = [given for given in sets if longest is None or given.length <= longest]
-    left = [str(given.length) for given in sets if longest is not None and given.length > longest]
+    fitting = [one for one in sets if longest is None or one.length <= longest]
+    left = [str(one.length) for one in sets if longest is not None and one.length > longest]
     if left and (named or not fitting):
         raise DataError(f"the model has positions for {longest} tokens; omit --lengths {' '.join(left)}")
     if left:
@@ -453,10 +455,10 @@ def _tokenizer(path: Path | None, eval_model: EvalModel) -> Any:
     return tokenizer
 
 
-def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
+def _at(evaluation_set: EvaluationSet, budget: int) -> EvaluationSet:
     """Return the set with a maximum number of self-iterations in its name and settings."""
-    name = f"{given.name}, {counted(budget, 'self-iteration')}"
-    return replace(given, name=name, settings={**given.settings, "self_iterations": budget})
+    name = f"{evaluation_set.name}, {counted(budget, 'self-iteration')}"
+    return replace(evaluation_set, name=name, settings={**evaluation_set.settings, "self_iterations": budget})
 
 
 def _positive(text: str) -> int:

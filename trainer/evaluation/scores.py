@@ -134,11 +134,11 @@ def run_tasks(
     """
     found = [] if found is None else found
     for budget in budgets:
-        given = {**(search or {}), **({} if budget is None else {"max_iterations": budget})}
+        search_options = {**(search or {}), **({} if budget is None else {"max_iterations": budget})}
         scores: list[TaskScore] = []
         for task in tasks:
             announce(_label(task.name, budget))
-            lm.restart(search=given)
+            lm.restart(search=search_options)
             try:
                 scores.append(_run_task(lm, task, limit=limit))
             except Exception as error:

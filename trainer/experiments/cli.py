@@ -38,8 +38,8 @@ _ACCUMULATING, _REPEATABLE = ("set", "explicit_set"), ("dt",)
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser(prog="python -m trainer.experiments", description="The paper's experiments.")
-    commands = made.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
+    root = CommandParser(prog="python -m trainer.experiments", description="The paper's experiments.")
+    commands = root.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
     for name in EXPERIMENTS:
         module = _command(name)
         description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--output", type=Path, metavar="DIR", help="output directory (experiments/<name>-<time>)"
         )
-    return made
+    return root
 
 
 def _remove_empty(folder: Path | None) -> None:
@@ -61,14 +61,14 @@ def _remove_empty(folder: Path | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    options = parser().parse_args(given)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(words)
     folder: Path | None = options.output
     try:
         from trainer.experiments.common.checks import require_matplotlib, require_writable
         from trainer.storage.run_folder import claim_folder
 
-        _require_once(given, options)
+        _require_once(words, options)
         require_matplotlib()
         require_writable(folder or Path("experiments"))
         if folder is not None:
@@ -90,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _require_once(given: Sequence[str], options: argparse.Namespace) -> None:
+def _require_once(words: Sequence[str], options: argparse.Namespace) -> None:
     """Reject repeated lists and repeated values in a list, which would be lost or counted twice.
 
     Raises:
         ValueError: names the option.
 
     """
-    names = Counter(word.partition("=")[0] for word in given if word.startswith("--"))
+    names = Counter(word.partition("=")[0] for word in words if word.startswith("--"))
     for key, values in vars(options).items():
         name = f"--{key.replace('_', '-')}"
         if not isinstance(values, list) or key in _ACCUMULATING:

@@ -379,26 +379,28 @@ def _legend(axes: Axes) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m trainer.report", description="Plot runs side by side, or watch them in the terminal."
     )
-    made.add_argument(
+    command.add_argument(
         "runs",
         nargs="+",
         type=Path,
         metavar="RUN",
         help="directory of a finished run; with --watch of any run, or a directory that contains runs",
     )
-    made.add_argument("--output", type=Path, help="output file (default: report.png)")
-    made.add_argument("--label", action="append", default=[], help="label of a run in the plot, once per run")
-    made.add_argument("--title", help="title of the plot")
-    made.add_argument(
+    command.add_argument("--output", type=Path, help="output file (default: report.png)")
+    command.add_argument(
+        "--label", action="append", default=[], help="label of a run in the plot, once per run"
+    )
+    command.add_argument("--title", help="title of the plot")
+    command.add_argument(
         "--watch", action="store_true", help="show the progress of the runs until they are finished; no plot"
     )
-    made.add_argument(
+    command.add_argument(
         "--interval", type=float, metavar="SECONDS", help="--watch: time between updates (default: 2)"
     )
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -127,12 +127,12 @@ class TrainingSpec(Spec):
     @model_validator(mode="after")
     def _some_length(self) -> Self:
         lengths = {name: getattr(self, name) for name in ("max_steps", "max_tokens")}
-        given = [name for name, value in lengths.items() if value is not None]
-        if self.epochs is None and not given:
+        set_lengths = [name for name, value in lengths.items() if value is not None]
+        if self.epochs is None and not set_lengths:
             raise ValueError("the length of the run is missing; give max_steps or max_tokens, or epochs")
-        if self.epochs is not None and given:
-            others = " and ".join(f"{name}={lengths[name]}" for name in given)
-            unset = " ".join(f"training.{name}=null" for name in given)
+        if self.epochs is not None and set_lengths:
+            others = " and ".join(f"{name}={lengths[name]}" for name in set_lengths)
+            unset = " ".join(f"training.{name}=null" for name in set_lengths)
             message = f"the length of the run is given twice, also by {others}; omit epochs, or set {unset}"
             raise field_error(message, "epochs", value=self.epochs)
         return self

@@ -38,14 +38,14 @@ _RESULTS = "sweep.json"
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m trainer.sweep",
         description="Train a grid of runs; compare them in a table, a plot and a JSON file.",
         epilog="The same command continues an interrupted sweep, and adds the runs of a wider grid.",
     )
-    made.add_argument("spec", metavar="SPEC", help="YAML file of the run, or its name in the zoo")
-    made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides for all runs")
-    made.add_argument(
+    command.add_argument("spec", metavar="SPEC", help="YAML file of the run, or its name in the zoo")
+    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides for all runs")
+    command.add_argument(
         "--grid",
         nargs="+",
         action="extend",
@@ -53,24 +53,30 @@ def parser() -> argparse.ArgumentParser:
         metavar="path.to.key=value,value",
         help="fields of the spec and their values; the grid contains all combinations",
     )
-    made.add_argument(
+    command.add_argument(
         "--seeds", type=_numbers, default=[], metavar="N,N", help="seeds of each cell, one run each"
     )
-    made.add_argument("--processes", type=int, default=1, metavar="N", help="runs at once, on one device (1)")
-    made.add_argument(
+    command.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="runs at once, on one device (1)"
+    )
+    command.add_argument(
         "--metric",
         choices=METRICS,
         default="loss",
         help="metric of the final evaluation to compare by (loss)",
     )
-    made.add_argument("--set", metavar="NAME", help="evaluation set of the metric (default: the first)")
-    made.add_argument("--output", type=Path, metavar="DIR", help="folder of the sweep (sweeps/<spec>-<time>)")
-    made.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
-    made.add_argument(
+    command.add_argument("--set", metavar="NAME", help="evaluation set of the metric (default: the first)")
+    command.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the sweep (sweeps/<spec>-<time>)"
+    )
+    command.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+    command.add_argument(
         "--retry-diverged", action="store_true", help="train runs again whose loss became NaN or infinite"
     )
-    made.add_argument("--only-finished", action="store_true", help="train nothing; compare the finished runs")
-    return made
+    command.add_argument(
+        "--only-finished", action="store_true", help="train nothing; compare the finished runs"
+    )
+    return command
 
 
 def _numbers(text: str) -> list[int]:

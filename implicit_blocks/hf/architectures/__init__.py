@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    made.name: made for made in (AttractorFormat(), ParcaeFormat(), HuginnFormat(), OuroFormat())
+    format.name: format for format in (AttractorFormat(), ParcaeFormat(), HuginnFormat(), OuroFormat())
 }
 """The known formats by name."""
 

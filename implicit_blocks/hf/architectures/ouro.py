@@ -161,16 +161,16 @@ def _constants(fields: PublishedFields, layers: int) -> None:
 def _rope(fields: PublishedFields) -> tuple[float, dict[str, Any] | None]:
     """Return base and scaling, from the field names of transformers 5 or of earlier versions."""
     theta, scaling = fields.number("rope_theta", 10_000.0), fields.take("rope_scaling")
-    given = fields.take("rope_parameters", scaling)
-    if given is None:
+    scaling_fields = fields.take("rope_parameters", scaling)
+    if scaling_fields is None:
         return theta, None
-    if not isinstance(given, Mapping):
+    if not isinstance(scaling_fields, Mapping):
         fields.complain("rope_scaling", "expected a mapping")
         return theta, None
-    inner = PublishedFields(given, name="rope_scaling")
+    inner = PublishedFields(scaling_fields, name="rope_scaling")
     theta = inner.number("rope_theta", theta)
     kind = inner.take("type", inner.take("rope_type", "default"))
-    known = {name: inner.take(name) for name in RopeScaling.model_fields if name in given}
+    known = {name: inner.take(name) for name in RopeScaling.model_fields if name in scaling_fields}
     if kind not in ("default", "linear", "llama3"):
         inner.complaints.append(f"type is {kind!r}: supported are 'default', 'linear' and 'llama3'")
     try:

@@ -126,7 +126,7 @@ def _check_empty(target: Path) -> None:
 
 def _write(texts: dict[str, str], target: Path) -> None:
     """Write to a temporary directory and move, so that an interruption leaves no partial plugin."""
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    new_folders = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-plugin-", dir=target) as staging:
@@ -144,7 +144,7 @@ def _write(texts: dict[str, str], target: Path) -> None:
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
                 raise
     except BaseException:
-        for folder in made:
+        for folder in new_folders:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
         raise

@@ -93,10 +93,10 @@ def read_boards(path: Path, symbols: Mapping[str, int], *, cells: int, limit: in
                 raise DataError(f"{path} has no column 'question'; it has {names or 'none'}")
             for row in islice(reader, limit):
                 found, where = True, f"{path}, line {reader.line_num}"
-                given = _values(row["question"] or "", f"{where}, column 'question'", symbols, cells)
+                givens = _values(row["question"] or "", f"{where}, column 'question'", symbols, cells)
                 answer = row.get("answer")
                 solved = _values(answer, f"{where}, column 'answer'", symbols, cells) if answer else None
-                yield ReadBoard(where, given, solved)
+                yield ReadBoard(where, givens, solved)
     except OSError as error:
         message = f"{path} cannot be read ({error.strerror}); set data.path to a file of boards"
         raise DataError(message) from None

@@ -118,12 +118,12 @@ class ChatTokenizer:
 
     def files(self) -> dict[str, str]:
         """Return the files that transformers loads the tokenizer and its template from, by name."""
-        with TemporaryDirectory() as made:
-            self.inner.save_pretrained(made)
+        with TemporaryDirectory() as folder:
+            self.inner.save_pretrained(folder)
             found = {
-                name: (Path(made) / name).read_text(encoding="utf-8")
+                name: (Path(folder) / name).read_text(encoding="utf-8")
                 for name in (TOKENIZER, *COMPANIONS)
-                if (Path(made) / name).is_file()
+                if (Path(folder) / name).is_file()
             }
         if isinstance(self.base, FileTokenizer):
             found[TOKENIZER] = self.base.content  # the identity is that of the original content

@@ -28,14 +28,14 @@ from trainer.reporting.display import counted
 
 def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
-    made = CommandParser(
+    command = CommandParser(
         prog="python -m trainer.tokenize",
         description="Tokenize text into shards for training: data.path=OUTPUT.",
         epilog="The shards do not depend on the number of workers. Running the same command again "
         "resumes an interrupted job.",
     )
     # fmt: off
-    add = made.add_argument
+    add = command.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, directories of files, or datasets: .txt .md "
         ".jsonl .json .parquet (text formats may be compressed: .xz .gz .bz2 .zst), "
         "`save_to_disk` directories; with --format dataset: Hub names")
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shard-tokens", type=float, default=float(1 << 27), metavar="N", help="tokens per shard, about")
     add("--verify", action="store_true", help="only verify the checksums of the directories INPUT")
     # fmt: on
-    return made
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -237,9 +237,9 @@ def _glimpses(path: Path) -> Iterator[bytes]:
 def _copies(sources: Sequence[Source], others: Sequence[Source]) -> Iterator[str]:
     """Yield the files among some inputs whose content equals that of a file among the others."""
 
-    def by_size(given: Sequence[Source]) -> dict[int, list[Path]]:
+    def by_size(group: Sequence[Source]) -> dict[int, list[Path]]:
         found: dict[int, list[Path]] = {}
-        for source in given:
+        for source in group:
             if source.path is not None and source.path.is_file() and source.path.stat().st_size:
                 found.setdefault(source.path.stat().st_size, []).append(source.path)
         return found

@@ -127,10 +127,10 @@ def load_tokenizer(source: str | Path, *, end_of_document: str | None = None) ->
     if end_of_document is None and config.is_file():
         end_of_document = _end_of(config)
     try:
-        made = from_content(content, end_of_document=end_of_document)
+        loaded = from_content(content, end_of_document=end_of_document)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
-    return replace(made, companions=companions)
+    return replace(loaded, companions=companions)
 
 
 def _companions(folder: Path) -> dict[str, str]:
@@ -156,9 +156,9 @@ def _converted(folder: Path) -> tuple[str, dict[str, str]]:
         files = loaded.vocab_files_names.values()
         if not any((folder / name).is_file() for name in files):  # transformers makes an empty tokenizer
             raise ValueError(f"it has none of its files {', '.join(files)}")
-        with TemporaryDirectory() as made:
-            loaded.save_pretrained(made)
-            return (Path(made) / TOKENIZER).read_text(encoding="utf-8"), _companions(Path(made))
+        with TemporaryDirectory() as temporary:
+            loaded.save_pretrained(temporary)
+            return (Path(temporary) / TOKENIZER).read_text(encoding="utf-8"), _companions(Path(temporary))
     except Exception as error:  # transformers raises whatever its tokenizers raise
         raise ValueError(
             f"the tokenizer in {folder} has no {TOKENIZER} and cannot be converted to one "
@@ -188,21 +188,21 @@ def from_content(content: str, *, end_of_document: str | int | None = None) -> F
     """
     inner = _package().Tokenizer
     try:
-        made = inner.from_str(content)
+        tokenizer = inner.from_str(content)
     except Exception as error:  # the package raises bare exceptions
         raise ValueError(f"it cannot be read as a tokenizer.json ({error}); copy it again") from error
-    made.no_truncation()
-    made.no_padding()
-    made.encode_special_tokens = True
-    size = max(made.get_vocab(with_added_tokens=True).values()) + 1
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     end = end_of_document
     if end is None:
-        end = next((token for token in _USUAL_ENDS if made.token_to_id(token) is not None), None)
-    number = made.token_to_id(end) if isinstance(end, str) else end
+        end = next((token for token in _USUAL_ENDS if tokenizer.token_to_id(token) is not None), None)
+    number = tokenizer.token_to_id(end) if isinstance(end, str) else end
     if number is None or not 0 <= number < size:
         missing = f"it has no token {end!r}" if end is not None else "it has no known end token"
         raise ValueError(f"{missing}; set the end-of-document token by --end-of-document")
-    return FileTokenizer(content=content, end_of_document=number, vocab_size=size, _inner=made)
+    return FileTokenizer(content=content, end_of_document=number, vocab_size=size, _inner=tokenizer)
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> str:

@@ -127,9 +127,11 @@ def _work(task: Task) -> Encoded:
 
 def _encode(tokenizer: Tokenizer, dtype: Dtype, task: Task) -> Encoded:
     if isinstance(tokenizer, ChatTokenizer):
-        made = [tokenizer.conversation(*each) for each in zip(task.texts, task.places, strict=True)]
-        ids = np.concatenate([each for each, _ in made]).astype(dtype)
-        return Encoded(ids, [len(each) for each, _ in made], np.concatenate([each for _, each in made]))
+        conversations = [tokenizer.conversation(*each) for each in zip(task.texts, task.places, strict=True)]
+        ids = np.concatenate([each for each, _ in conversations]).astype(dtype)
+        return Encoded(
+            ids, [len(each) for each, _ in conversations], np.concatenate([each for _, each in conversations])
+        )
     end = np.array([tokenizer.end_of_document], dtype=dtype)
     parts = []
     for ids, ends in zip(tokenizer.encode(task.texts), task.ends, strict=True):

@@ -10,36 +10,36 @@ from trainer.experiments.common.options import add_run_options, add_setting
 HELP = "catbAbI: accuracy per task of explicit models with 1, 2 and 4 layers and of an implicit model"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument(
+    parser.add_argument(
         "--data", type=Path, required=True, metavar="PATH", help="en-valid-10k.tar.xz or its directory"
     )
-    made.add_argument(
+    parser.add_argument(
         "--spec", default="catbabi", metavar="FILE", help="spec of the implicit model (catbabi)"
     )
-    add_setting(made)
-    made.add_argument(
+    add_setting(parser)
+    parser.add_argument(
         "--models",
         nargs="+",
         default=["implicit-1", "explicit-1", "explicit-2", "explicit-4"],
         metavar="KIND-LAYERS",
         help="models and their numbers of layers (implicit-1 explicit-1 explicit-2 explicit-4)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--scoring",
         nargs="+",
         choices=("answers", "all"),
         default=["answers", "all"],
         help="positions in the training loss: answers (QA mode), all next words (LM mode) (both)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--split",
         choices=("valid", "test"),
         default="valid",
         help="split to score (valid); do not tune on the test split",
     )
-    made.add_argument(
+    parser.add_argument(
         "--lengths",
         type=int,
         nargs="+",
@@ -47,8 +47,10 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per scored row (default: training length); longer rows cut fewer stories",
     )
-    made.add_argument("--sequences", type=int, metavar="N", help="rows to score (default: all of the split)")
-    add_run_options(made)
+    parser.add_argument(
+        "--sequences", type=int, metavar="N", help="rows to score (default: all of the split)"
+    )
+    add_run_options(parser)
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

@@ -137,11 +137,11 @@ def run(
     ]
     sources, stand_ins = _sources(plan[0][3], split, lengths)
     rows = []
-    for candidate, mode, seed, made in plan:
+    for candidate, mode, seed, run in plan:
         name = f"{candidate.name}-{mode}-{seed}"
         if only_finished and not is_finished(folder / "runs" / name):
             continue
-        finished = train(made, folder / "runs" / name, name=name, device=device)
+        finished = train(run, folder / "runs" / name, name=name, device=device)
         for length, source in sources.items():
             count = min(sequences or source.samples, source.samples)
             answers = _answers(finished, source, split=split, rows=count, device=place)
@@ -177,16 +177,16 @@ def _candidate(name: str) -> Candidate:
 
 
 def _spec(spec: str, candidate: Candidate, changes: Sequence[str]) -> RunSpec:
-    made = run_spec(spec, [*changes, f"model.n_layers={candidate.layers}"])
+    run = run_spec(spec, [*changes, f"model.n_layers={candidate.layers}"])
     if candidate.kind == "explicit":
         # A twin ignores the phases' search settings, but reads the same data.
-        phases = tuple(phase.model_copy(update={"model": {}}) for phase in made.phases)
+        phases = tuple(phase.model_copy(update={"model": {}}) for phase in run.phases)
         read_alike = not any(phase.data or phase.training for phase in phases)
-        made = explicit_twin(spec, changes, n_layers=candidate.layers)
-        made = made if read_alike else made.model_copy(update={"phases": phases})
+        run = explicit_twin(spec, changes, n_layers=candidate.layers)
+        run = run if read_alike else run.model_copy(update={"phases": phases})
     # All answers are scored at the end; evaluations during training use a few rows.
-    few = made.evaluation.model_copy(update={"sequences": min(32, made.evaluation.sequences)})
-    return made.model_copy(update={"evaluation": few})
+    few = run.evaluation.model_copy(update={"sequences": min(32, run.evaluation.sequences)})
+    return run.model_copy(update={"evaluation": few})
 
 
 def _sources(

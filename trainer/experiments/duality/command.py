@@ -10,10 +10,10 @@ from trainer.experiments.common.options import add_checkpoint, add_device, add_e
 HELP = "compare sequential and simultaneous evaluation of a trained model over tolerances"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    add_checkpoint(made)
-    made.add_argument(
+    add_checkpoint(parser)
+    parser.add_argument(
         "--tolerances",
         type=float,
         nargs="+",
@@ -21,30 +21,30 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="X",
         help="tolerances of both modes (0.05 1e-2 1e-3 1e-4 1e-5)",
     )
-    add_evaluation_size(made)
-    made.add_argument(
+    add_evaluation_size(parser)
+    parser.add_argument(
         "--max-iterations",
         type=int,
         metavar="N",
         help="maximum iterations per search (default: the evaluation's)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--damping", type=float, metavar="X", help="damping in both modes (default: the evaluation's)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--scope",
         choices=("prefix", "sequence"),
         help="residual that stops a token's search in simultaneous mode: its own and those before it, or its "
         "whole row's, as published (default: the evaluation's)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
         help="a tokenizer.json with the names of the tokens (default: the one beside the data, if any)",
     )
-    made.add_argument("--double", action="store_true", help="compute in float64")
-    add_device(made)
+    parser.add_argument("--double", action="store_true", help="compute in float64")
+    add_device(parser)
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

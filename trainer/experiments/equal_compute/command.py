@@ -11,49 +11,53 @@ from trainer.experiments.equal_compute.plan import KINDS, NORMALIZATIONS
 HELP = "implicit and explicit models at equal text and equal executed FLOPs, each tuned over the same grid"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment; None: the value of the setting."""
-    made.add_argument(
+    parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help="tokens with a validation split"
     )
-    made.add_argument(
+    parser.add_argument(
         "--report", type=Path, required=True, metavar="DIR", help="tokens of the reported books"
     )
-    add_setting(made)
+    add_setting(parser)
     kinds = "; ".join(f"{name}: {words}" for name, words in KINDS.items())
-    made.add_argument("--kinds", nargs="+", choices=list(KINDS), help=f"settings (all): {kinds}")
-    made.add_argument("--families", nargs="+", choices=["llama", "mamba2"], help="models (both)")
-    made.add_argument(
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), help=f"settings (all): {kinds}")
+    parser.add_argument("--families", nargs="+", choices=["llama", "mamba2"], help="models (both)")
+    parser.add_argument(
         "--normalizations", nargs="+", choices=list(NORMALIZATIONS), help="of both sides (qk_norm)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--shapes",
         nargs="+",
         metavar="P-C-KxN",
         help="layers of prelude, core and coda, and loops (1-2-1x3); k2: gradient of the last 2 loops; "
         "@.6: one loop for 60 %% of the steps",
     )
-    made.add_argument(
+    parser.add_argument(
         "--layers", nargs="+", type=int, metavar="N", help="depths of free explicit models (8 12)"
     )
-    made.add_argument("--widths", nargs="+", type=int, metavar="N", help="further widths of them (none)")
-    made.add_argument("--learning-rates", nargs="+", type=float, metavar="X", help="grid (1e-3 2e-3 4e-3)")
-    made.add_argument("--weight-decays", nargs="+", type=float, metavar="X", help="grid (0.75 1.5 3)")
-    made.add_argument(
+    parser.add_argument("--widths", nargs="+", type=int, metavar="N", help="further widths of them (none)")
+    parser.add_argument("--learning-rates", nargs="+", type=float, metavar="X", help="grid (1e-3 2e-3 4e-3)")
+    parser.add_argument("--weight-decays", nargs="+", type=float, metavar="X", help="grid (0.75 1.5 3)")
+    parser.add_argument(
         "--shares", nargs="+", type=float, metavar="X", help="grid of shares of the budget (0.6 1)"
     )
-    made.add_argument("--widen", type=int, metavar="N", help="times to widen a grid whose edge is best (0)")
-    made.add_argument("--petaflops", type=float, metavar="X", help="budget of a run (3)")
-    made.add_argument("--fresh-petaflops", type=float, metavar="X", help="budget for fresh text (0.15)")
-    made.add_argument(
+    parser.add_argument("--widen", type=int, metavar="N", help="times to widen a grid whose edge is best (0)")
+    parser.add_argument("--petaflops", type=float, metavar="X", help="budget of a run (3)")
+    parser.add_argument("--fresh-petaflops", type=float, metavar="X", help="budget for fresh text (0.15)")
+    parser.add_argument(
         "--average", type=float, metavar="X", help="also average the weights, by this factor a step"
     )
-    made.add_argument("--choosing-seeds", nargs="+", type=int, metavar="N", help="seeds that choose (0)")
-    made.add_argument("--seeds", nargs="+", type=int, metavar="N", help="seeds that are reported (1 2 3 4 5)")
-    made.add_argument("--sequences", type=int, metavar="N", help="sequences of each evaluation set (512)")
-    made.add_argument("--side-by-side", type=int, metavar="N", help="models that train at a time (6)")
-    made.add_argument("--only-finished", action="store_true", help="train nothing; compare the finished runs")
-    add_device(made)
+    parser.add_argument("--choosing-seeds", nargs="+", type=int, metavar="N", help="seeds that choose (0)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, metavar="N", help="seeds that are reported (1 2 3 4 5)"
+    )
+    parser.add_argument("--sequences", type=int, metavar="N", help="sequences of each evaluation set (512)")
+    parser.add_argument("--side-by-side", type=int, metavar="N", help="models that train at a time (6)")
+    parser.add_argument(
+        "--only-finished", action="store_true", help="train nothing; compare the finished runs"
+    )
+    add_device(parser)
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 HELP = "Theorem 1 and Figure 7: the state-to-state Jacobian by formula, autograd and finite differences"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (0)")
-    made.add_argument("--tokens", type=int, default=16, metavar="N", help="length of the sequence (16)")
-    made.add_argument("--width", type=int, default=64, metavar="N", help="d_model (64, the paper's)")
-    made.add_argument(
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (0)")
+    parser.add_argument("--tokens", type=int, default=16, metavar="N", help="length of the sequence (16)")
+    parser.add_argument("--width", type=int, default=64, metavar="N", help="d_model (64, the paper's)")
+    parser.add_argument(
         "--dt",
         type=float,
         nargs=2,
@@ -21,10 +21,12 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar=("MIN", "MAX"),
         help="range of the initial step sizes (0.001 0.1, Mamba2's); larger values couple the state more",
     )
-    made.add_argument(
+    parser.add_argument(
         "--tolerance", type=float, default=1e-12, metavar="X", help="tolerance of the fixed point (1e-12)"
     )
-    made.add_argument("--max-iterations", type=int, default=512, metavar="N", help="maximum iterations (512)")
+    parser.add_argument(
+        "--max-iterations", type=int, default=512, metavar="N", help="maximum iterations (512)"
+    )
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

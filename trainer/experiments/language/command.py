@@ -10,12 +10,12 @@ from trainer.experiments.common.options import add_run_options, add_setting
 HELP = "implicit language models and explicit twins: tokens, FLOPs, lengths, test-time compute, curricula"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument(
+    parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help="output of python -m trainer.tokenize"
     )
-    made.add_argument(
+    parser.add_argument(
         "--specs",
         nargs="+",
         default=["books_5m_residual", "books_5m_mamba2_residual"],
@@ -23,8 +23,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="implicit models, each compared with its explicit twin, of the zoo if it has one "
         "(default: the residual models of both families)",
     )
-    add_setting(made)
-    made.add_argument(
+    add_setting(parser)
+    parser.add_argument(
         "--bounded",
         type=float,
         nargs="*",
@@ -33,7 +33,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="shares of the run for the first phase of the paper's curriculum, for the first spec with each "
         "seed (0.7 0.8 0.9); empty: none",
     )
-    made.add_argument(
+    parser.add_argument(
         "--self-iterations",
         type=int,
         nargs="+",
@@ -41,7 +41,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum iterations, for one checkpoint (1 2 4 8 16 32 64)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--multiples",
         type=int,
         nargs="+",
@@ -49,21 +49,21 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="N",
         help="evaluation lengths, in training lengths (1 2 4 8)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--sequences",
         type=int,
         metavar="N",
         help="validation sequences at the training length; as much text at other lengths (default: all)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--evaluations",
         type=int,
         default=10,
         metavar="N",
         help="evaluations during training, for the curves (10)",
     )
-    add_run_options(made)
-    made.add_argument(
+    add_run_options(parser)
+    parser.add_argument(
         "--explicit-set",
         nargs="+",
         action="extend",

@@ -81,9 +81,9 @@ def _digits(axes: Axes, probabilities_LV: Tensor, givens: Sequence[int], side: i
     for line in range(side + 1):
         axes.plot([0, side], [line, line], color=DARK, linewidth=2 if line % height == 0 else 0.5)
         axes.plot([line, line], [0, side], color=DARK, linewidth=2 if line % width == 0 else 0.5)
-    for cell, given in enumerate(givens):
+    for cell, clue in enumerate(givens):
         sure, digit = (each.item() for each in probabilities_LV[cell].max(0))
-        text, color, opacity = (str(given), DARK, 1.0) if given else (str(int(digit)), BLUE, sure)
+        text, color, opacity = (str(clue), DARK, 1.0) if clue else (str(int(digit)), BLUE, sure)
         axes.text(
             cell % side + 0.5,
             cell // side + 0.53,
@@ -93,17 +93,17 @@ def _digits(axes: Axes, probabilities_LV: Tensor, givens: Sequence[int], side: i
             fontsize=110 / side,
             color=color,
             alpha=max(0.05, opacity**2),
-            fontweight="bold" if given else "normal",
+            fontweight="bold" if clue else "normal",
         )
 
 
 def _squares(axes: Axes, probabilities_LV: Tensor, givens: Sequence[int], side: int) -> None:
     from matplotlib.patches import Rectangle
 
-    for cell, given in enumerate(givens):
+    for cell, clue in enumerate(givens):
         place = (cell % side, cell // side)
-        if given != maze.OPEN:
-            axes.add_patch(Rectangle(place, 1, 1, color=COLORS[given], linewidth=0))
+        if clue != maze.OPEN:
+            axes.add_patch(Rectangle(place, 1, 1, color=COLORS[clue], linewidth=0))
         else:
             sure = float(probabilities_LV[cell, maze.PATH])
             axes.add_patch(Rectangle(place, 1, 1, color=BLUE, alpha=sure, linewidth=0))

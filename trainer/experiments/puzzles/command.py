@@ -10,10 +10,10 @@ from trainer.experiments.common.options import add_checkpoint, add_device
 HELP = "solve puzzles with more iterations and more starts, from one trained model"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    add_checkpoint(made)
-    made.add_argument(
+    add_checkpoint(parser)
+    parser.add_argument(
         "--iterations",
         type=int,
         nargs="+",
@@ -21,22 +21,22 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum numbers of iterations (4 8 16 32 64 128)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--restarts",
         type=int,
         default=8,
         metavar="N",
         help="starts per board: the model's own, and random ones; the surest answer is chosen (8)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--noise",
         type=float,
         default=1.0,
         metavar="X",
         help="standard deviation of the noise added to the model's own start (1.0)",
     )
-    made.add_argument("--boards", type=int, default=256, metavar="N", help="evaluation boards (256)")
-    add_device(made)
+    parser.add_argument("--boards", type=int, default=256, metavar="N", help="evaluation boards (256)")
+    add_device(parser)
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

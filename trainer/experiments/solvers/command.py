@@ -10,9 +10,9 @@ from trainer.experiments.common.options import add_device, add_evaluation_size
 HELP = "iterations, work, time and contraction of every solver, damping, window and warm start"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument(
+    parser.add_argument(
         "--checkpoint",
         type=Path,
         nargs="+",
@@ -20,7 +20,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories or checkpoints (default: word_problem_s3, trained first in minutes)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--tolerances",
         type=float,
         nargs="+",
@@ -28,21 +28,21 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="X",
         help="relative residuals at which a search stops (0.05 1e-2 1e-3)",
     )
-    add_evaluation_size(made)
-    made.add_argument(
+    add_evaluation_size(parser)
+    parser.add_argument(
         "--max-iterations", type=int, default=512, metavar="N", help="maximum iterations per search (512)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="time measurements; the median is reported (3)"
     )
-    made.add_argument(
+    parser.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="TEXT",
         help="only configurations whose name contains one of these",
     )
-    made.add_argument(
+    parser.add_argument(
         "--penalties",
         type=float,
         nargs="+",
@@ -50,10 +50,10 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="X",
         help="weights of a Jacobian penalty for further training; 0: the same steps without it (none)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--penalty-steps", type=int, default=60, metavar="N", help="steps of that training (60)"
     )
-    add_device(made)
+    add_device(parser)
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

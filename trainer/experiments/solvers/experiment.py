@@ -50,7 +50,7 @@ from trainer.storage.files import write_json
 def configs(length: int) -> list[SearchConfig]:
     """Return the configurations to compare, for sequences of a length."""
     damped = PicardSpec(damping=0.8)
-    made = [
+    found = [
         SearchConfig("Picard", PicardSpec()),
         *(SearchConfig(f"Picard, damping {share}", PicardSpec(damping=share)) for share in (0.9, 0.8, 0.5)),
         *(SearchConfig(f"Anderson, memory {memory}", AndersonSpec(memory=memory)) for memory in (2, 5)),
@@ -60,14 +60,14 @@ def configs(length: int) -> list[SearchConfig]:
         SearchConfig("Picard 0.8, average of half", damped, call={"moving_average": 0.5}),
     ]
     if "reversible" in kinds("solver"):  # a plugin, if installed
-        made.append(SearchConfig("reversible", SolverSpec.model_validate({"kind": "reversible"})))
+        found.append(SearchConfig("reversible", SolverSpec.model_validate({"kind": "reversible"})))
     for part in (size for size in (4, 16, 64) if size < length):
-        made.append(SearchConfig(f"Picard 0.8, windows of {part}", damped, window_length=part))
+        found.append(SearchConfig(f"Picard 0.8, windows of {part}", damped, window_length=part))
     if length > 16:
-        made.append(SearchConfig("Picard 0.5, windows of 16", PicardSpec(damping=0.5), window_length=16))
-        made.append(SearchConfig("Broyden 5, windows of 16", BroydenSpec(memory=5), window_length=16))
+        found.append(SearchConfig("Picard 0.5, windows of 16", PicardSpec(damping=0.5), window_length=16))
+        found.append(SearchConfig("Broyden 5, windows of 16", BroydenSpec(memory=5), window_length=16))
     if length > 1:
-        made += [
+        found += [
             SearchConfig("Picard 0.8, token by token", damped, window_length=1, scopes=("prefix",)),
             SearchConfig(
                 "Picard 0.8, token by token, warm",
@@ -79,7 +79,7 @@ def configs(length: int) -> list[SearchConfig]:
                 "Picard 0.8, prefix committed", damped, commit_prefix=max(1, length // 16), scopes=("prefix",)
             ),
         ]
-    return made
+    return found
 
 
 def run(

@@ -10,67 +10,67 @@ from trainer.experiments.common.options import add_changes, add_device
 HELP = "state tracking, Figures 1 and 3: layers needed per length; training with rare hard tokens"
 
 
-def add_options(made: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    made.add_argument(
+    parser.add_argument(
         "--study",
         choices=("layers", "hard-tokens"),
         default="layers",
         help="layers (Figure 1, the default): the smallest number of layers that solves each length; "
         "hard-tokens (Figure 3): train with rare hard tokens and few iterations, test with many hard tokens",
     )
-    made.add_argument(
+    parser.add_argument(
         "--setting",
         choices=("laptop", "gpu"),
         default="laptop",
         help="defaults of all other options (laptop)",
     )
-    made.add_argument("--spec", metavar="FILE", help="base run (default: the setting's)")
-    made.add_argument("--groups", nargs="+", metavar="G", help="S3, A4, A5, S5, Z7, A5xZ2, …")
-    made.add_argument(
+    parser.add_argument("--spec", metavar="FILE", help="base run (default: the setting's)")
+    parser.add_argument("--groups", nargs="+", metavar="G", help="S3, A4, A5, S5, Z7, A5xZ2, …")
+    parser.add_argument(
         "--models",
         nargs="+",
         metavar="NAME",
         help="layers: implicit-mamba2 mamba2 implicit-llama llama, transformers:NAME",
     )
-    made.add_argument(
+    parser.add_argument(
         "--layers", type=int, nargs="+", metavar="N", help="layers: numbers of layers of explicit models"
     )
-    made.add_argument("--lengths", type=int, nargs="+", metavar="N", help="training lengths")
-    made.add_argument(
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="training lengths")
+    parser.add_argument(
         "--threshold", type=float, metavar="X", help="layers: accuracy at which a length is solved"
     )
-    made.add_argument(
+    parser.add_argument(
         "--iterations", type=int, nargs="+", metavar="N", help="hard-tokens: maximum training iterations"
     )
-    made.add_argument(
+    parser.add_argument(
         "--token-iterations",
         type=int,
         metavar="N",
         help="hard-tokens: maximum iterations per token in sequential mode",
     )
-    made.add_argument(
+    parser.add_argument(
         "--checkpoints",
         type=Path,
         nargs="+",
         metavar="RUN",
         help="hard-tokens: test these runs or checkpoints instead of training",
     )
-    made.add_argument("--train-p", type=float, metavar="P", help="identity probability throughout training")
-    made.add_argument(
+    parser.add_argument("--train-p", type=float, metavar="P", help="identity probability throughout training")
+    parser.add_argument(
         "--test-p", type=float, nargs="+", metavar="P", help="identity probabilities of the tests"
     )
-    made.add_argument(
+    parser.add_argument(
         "--test-lengths",
         type=int,
         nargs="+",
         metavar="N",
         help="lengths of the tests, in training lengths: 1 4",
     )
-    made.add_argument("--sequences", type=int, metavar="N", help="sequences per test")
-    made.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds of the runs")
-    add_device(made)
-    add_changes(made)
+    parser.add_argument("--sequences", type=int, metavar="N", help="sequences per test")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds of the runs")
+    add_device(parser)
+    add_changes(parser)
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

@@ -65,10 +65,10 @@ class Settings:
             "test_lengths",
             "seeds",
         ):
-            given = getattr(self, name)
-            if not given:
+            values = getattr(self, name)
+            if not values:
                 raise ValueError(f"{name} must not be empty")
-            require_once(name, given)
+            require_once(name, values)
         for name in ("layers", "lengths", "iterations", "test_lengths"):
             for value in getattr(self, name):
                 if value < 1:
@@ -136,10 +136,10 @@ SETTINGS: dict[tuple[str, str], Settings] = {
 
 def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
     """Return the settings with those changes that are not None, validated."""
-    given = {name: value for name, value in changes.items() if value is not None}
-    if unknown := sorted(set(given) - {field.name for field in fields(Settings)}):
+    changed = {name: value for name, value in changes.items() if value is not None}
+    if unknown := sorted(set(changed) - {field.name for field in fields(Settings)}):
         raise ValueError(f"unknown settings: {', '.join(unknown)}")
-    fitting: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
-    made = replace(settings, **fitting)
-    made.require()
-    return made
+    fitting: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in changed.items()}
+    adapted = replace(settings, **fitting)
+    adapted.require()
+    return adapted

@@ -77,21 +77,23 @@ def vary_spec(
     require_model(model)
     tree = resolve(base)
     try:
-        given = validate(RunSpec, tree)
+        base_spec = validate(RunSpec, tree)
     except ValidationError as error:
         raise format_error(error, tree, source=base) from None
-    if not _is_word_problem(given.data):
-        raise ValueError(f"{base} is a run on data of kind {given.data.kind!r}; use one on a word_problem")
-    varies = ImplicitLMSpec if model in IMPLICIT else (ImplicitLMSpec, ExplicitLMSpec)
-    if not isinstance(given.model, varies):
+    if not _is_word_problem(base_spec.data):
         raise ValueError(
-            f"{base} has a model of kind {given.model.kind!r}, from which {model} cannot be derived; "
+            f"{base} is a run on data of kind {base_spec.data.kind!r}; use one on a word_problem"
+        )
+    varies = ImplicitLMSpec if model in IMPLICIT else (ImplicitLMSpec, ExplicitLMSpec)
+    if not isinstance(base_spec.model, varies):
+        raise ValueError(
+            f"{base} has a model of kind {base_spec.model.kind!r}, from which {model} cannot be derived; "
             "use a spec with an implicit_lm"
         )
     data = _without_none(group=group, seq_len=length, identity_probability=identity_probability)
     tree = merge(tree, {"training": {"seed": seed}, "evaluation": dict(evaluation or {})})
     tree["data"] = _data(tree["data"], data)
-    width = _width(tree, given.model.d_model, overrides)
+    width = _width(tree, base_spec.model.d_model, overrides)
     own = merge(tree["model"], {"d_model": width})
     tree["model"] = _model(own, model, layers=layers, width=width)
     tree["phases"] = [
@@ -157,10 +159,10 @@ def _model(own: Mapping[str, Any], name: str, *, layers: int, width: int) -> dic
     if name.endswith("llama"):
         changes["mixer"] = {"kind": "attention", "n_heads": max(1, width // 64)}
         changes["mlp"] = {"kind": "swiglu", "d_ff": int(2 / 3 * 4 * width)}
-    made: dict[str, Any] = merge(own, changes)
+    model: dict[str, Any] = merge(own, changes)
     if name in IMPLICIT:
-        return made
-    kept = {key: value for key, value in made.items() if key in ExplicitLMSpec.model_fields}
+        return model
+    kept = {key: value for key, value in model.items() if key in ExplicitLMSpec.model_fields}
     # An explicit layer must keep the state itself, so its heads need the default slow decay.
     mixer = {key: value for key, value in kept["mixer"].items() if key not in _DECAY_FIELDS}
     return {**kept, "mixer": mixer, "kind": "explicit_lm"}
