@@ -294,7 +294,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.show or arguments.quote:
         result = json.loads(RESULTS.read_text(encoding="utf-8"))
-        print(gpu_table.quoted(result))
+        print(gpu_table.quoted_tables(result))
         if arguments.quote:
             text = gpu_table.quote(result, PAGE.read_text(encoding="utf-8"))
             PAGE.write_text(text, encoding="utf-8")
@@ -361,7 +361,9 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
                 if worth(again) >= worth(first):
                     keep(name, again)
         result = json.loads(path.read_text(encoding="utf-8"))
-    print(f"\n{gpu_table.quoted(result)}\n{time.monotonic() - began:.0f} s in total; written to {path}")
+    print(
+        f"\n{gpu_table.quoted_tables(result)}\n{time.monotonic() - began:.0f} s in total; written to {path}"
+    )
     return int(any("failed" in program for program in programs.values()))
 
 

@@ -15,7 +15,7 @@ QUIET_GB = 1.5  # memory that a driver may use itself
 SLOWER = 0.8
 
 
-def asked(*words: str) -> list[list[str]]:
+def query_gpu(*words: str) -> list[list[str]]:
     """Return the output of nvidia-smi for the visible GPU; empty without a GPU."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={first}", "--format=csv,noheader,nounits", *words]
@@ -41,7 +41,7 @@ def seen() -> dict[str, Any]:
         "--query-compute-apps=pid",
     )
     with ThreadPoolExecutor() as pool:  # each call takes a third of a second
-        state, processes = pool.map(asked, queries)
+        state, processes = pool.map(query_gpu, queries)
     if not state:
         return {}
     names = ("memory_used_gb", "busy_percent", "clock_mhz", "celsius", "watt")
@@ -54,7 +54,7 @@ def seen() -> dict[str, Any]:
 
 def free_gb() -> float:
     """Return 90 % of the free memory; infinite without a GPU."""
-    state = asked("--query-gpu=memory.free")
+    state = query_gpu("--query-gpu=memory.free")
     free = number(state[0][0]) if state else None
     return math.inf if free is None else 0.9 * free / 1000 * 1.048576
 

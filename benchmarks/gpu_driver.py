@@ -98,7 +98,7 @@ def measure(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, An
         runs = {"bare": bare, "sequence": driven("sequence"), "prefix": driven("prefix")}
         times = alternately(runs, repeats=arguments.repeats, warm_up=3)
         calls = {scope: operator_calls(f, start, search(scope)) for scope in ("sequence", "prefix")}
-        kernels = {key: launched(run) for key, run in runs.items()}
+        kernels = {key: count_launches(run) for key, run in runs.items()}
     row: dict[str, Any] = {"model": name, "map": mode, "ms_an_iteration": round(1000 * times["bare"] / n, 4)}
     for scope in ("sequence", "prefix"):
         row[f"overhead_{scope}_percent"] = round(100 * (times[scope] / times["bare"] - 1), 2)
@@ -121,7 +121,7 @@ def operator_calls(f: BoundMap, start: Tensor, search: ib.Search) -> int:
     return max(calls.counts[:-1])
 
 
-def launched(run: Callable[[], Any]) -> int | None:
+def count_launches(run: Callable[[], Any]) -> int | None:
     """Return the number of kernels and copies launched by a call; None without a GPU."""
     if not torch.cuda.is_available():
         return None

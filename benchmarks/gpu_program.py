@@ -22,7 +22,7 @@ from typing import Any
 import gpu_card
 
 
-def look(card: dict[str, Any], when: str, path: Path) -> None:
+def record_card(card: dict[str, Any], when: str, path: Path) -> None:
     """Record the state of the GPU, with this process on it."""
     if not os.environ.get("PREPARING"):  # other programs run at the same time
         speed = gpu_card.copying_speed()
@@ -118,13 +118,13 @@ def main() -> None:
         hold_back(float(os.environ["PREPARING_GB"]))
         with contextlib.suppress(ImportError):  # Triton may be missing without a GPU
             compile_only(float(preparing))
-    look(card, "begin", path)
+    record_card(card, "begin", path)
     began = time.monotonic()
     try:
         runpy.run_path(program, run_name="__main__")
     finally:
         card["seconds"] = round(time.monotonic() - began, 1)
-        look(card, "end", path)
+        record_card(card, "end", path)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # destroying graphs and modules takes seconds, for which the next program would wait

@@ -316,7 +316,7 @@ def not_measured(result: Row) -> str:
     return "\n".join(["Not measured in this run, by cause:", "", *lines]) if lines else ""
 
 
-def quoted(result: Row) -> str:
+def quoted_tables(result: Row) -> str:
     """Return the text for docs/results.md: the measured rows, and the names of the others."""
     measured = [row for row in result["rows"] if row["measured"] is not None]
     parts = [introduction(result), table({**result, "rows": measured})]
@@ -330,4 +330,4 @@ def quote(result: Row, text: str) -> str:
     """Return a text in which the tables between the two marks are replaced."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return before + BEGIN + quoted(result) + END + after
+    return before + BEGIN + quoted_tables(result) + END + after

@@ -164,10 +164,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     groups: dict[int, list[pytest.Item]] = {0: [], 1: [], 2: []}
     for item in sorted(items, key=lambda item: -seconds.get(item.nodeid, 0.0)):
         groups[turns.get(outcomes.get(item.nodeid), 2)].append(item)
-    items[:] = [item for group in groups.values() for item in by_turns(group)]
+    items[:] = [item for group in groups.values() for item in interleaved(group)]
 
 
-def by_turns(longest_first: list[pytest.Item]) -> list[pytest.Item]:
+def interleaved(longest_first: list[pytest.Item]) -> list[pytest.Item]:
     """Return the first, the last, the second, the second to last, and so on."""
     half = (len(longest_first) + 1) // 2
     pairs = zip_longest(longest_first[:half], reversed(longest_first[half:]))

@@ -27,6 +27,7 @@ from gpu_works import WORKS
 from on_device import (
     CARD,
     bfloat16,
+    count_synchronizations,
     device,
     graph_breaks,
     keep,
@@ -34,7 +35,6 @@ from on_device import (
     parser,
     seconds,
     synchronize,
-    waits,
 )
 from report import machine, write
 
@@ -142,7 +142,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1) if on_gpu else None,
         "published_peak_gb": work.peak_gb,
         "graph_breaks": graph_breaks() - before if arguments.compile else None,
-        "waits": waits(forward_and_backward),
+        "waits": count_synchronizations(forward_and_backward),
         "loss": round(loss, 3),
         "ready_s": round(ready, 1),
     }

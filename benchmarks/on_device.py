@@ -118,7 +118,7 @@ def model_of(
     return model
 
 
-def waits(run: Callable[[], Any]) -> int | None:
+def count_synchronizations(run: Callable[[], Any]) -> int | None:
     """Return the number of implicit synchronizations of a call; None without a GPU."""
     if not torch.cuda.is_available():
         return None

@@ -150,7 +150,7 @@ class FixedPoint(nn.Module):
             raise ValueError(
                 f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; the shapes must agree"
             )
-        return _in_type_of(z, fz)
+        return _cast_like(z, fz)
 
     def _solve_structure(self, x: Any, z0: Any, stopping: Stopping, trace: bool) -> Solution:
         leaves, structure = pytree.tree_flatten(z0)
@@ -173,7 +173,7 @@ class FixedPoint(nn.Module):
             return pytree.tree_unflatten(parts, structure)
 
         start = torch.cat([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], dim=1)
-        solution = self._solve(lambda z: _in_type_of(z, pack(self.f(unpack(z), x))), start, stopping, trace)
+        solution = self._solve(lambda z: _cast_like(z, pack(self.f(unpack(z), x))), start, stopping, trace)
         return solution.with_value(unpack(solution.z))
 
 
@@ -232,7 +232,7 @@ def _check_start(leaves: list[Any]) -> None:
         raise ValueError(f"z0 contains tensors {', '.join(parts)}; give all of them the same type")
 
 
-def _in_type_of(z: Tensor, fz: Tensor) -> Tensor:
+def _cast_like(z: Tensor, fz: Tensor) -> Tensor:
     """Return ``f(z)`` in ``z``'s type: under autocast, f may end with a product in half precision.
 
     Raises:

@@ -219,7 +219,7 @@ def whole_folder(destination: Path) -> Iterator[Path]:
             destination.rmdir()
         os.replace(temporary, destination)
     except Exception as error:
-        if not _of_the_disk(error):
+        if not _is_disk_error(error):
             raise
         reason = str(error).partition("\n")[0]
         raise OSError(
@@ -230,7 +230,7 @@ def whole_folder(destination: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _of_the_disk(error: Exception) -> bool:
+def _is_disk_error(error: Exception) -> bool:
     """Return whether an error is a write failure; the writers in Rust and C++ have their own error types."""
     signs = ("No space left", "os error", "PytorchStreamWriter", "inline_container")
     return isinstance(error, OSError | SafetensorError) or any(sign in str(error) for sign in signs)

@@ -202,10 +202,10 @@ class _Run:
         if max_length is not None:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
         in_flight = tokens_in_flight(max_in_flight)
-        self.flies = in_flight > 1 and decodes_in_flight(
+        self.several_in_flight = in_flight > 1 and decodes_in_flight(
             model, self.search or SearchOptions(), asked=max_in_flight is not None
         )
-        self.max_in_flight = in_flight if max_in_flight is not None or self.flies else None
+        self.max_in_flight = in_flight if max_in_flight is not None or self.several_in_flight else None
         self.statistics: CallStatistics | None = None
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
@@ -216,7 +216,7 @@ class _Run:
         Slots generate them on a GPU, where their steps are captured as graphs, and with tokens in flight.
         """
         limits = self.limit_B.tolist()
-        if not (self.flies or on_slots(self.model)) or min(limits) < 1:
+        if not (self.several_in_flight or uses_slots(self.model)) or min(limits) < 1:
             yield from self._steps_together()
             return
         slots = SlotGeneration(
@@ -356,7 +356,7 @@ def _calls(steps: Sequence[Step]) -> int:
     return sum(1 if each is None else int(each.max()) + 1 for each in searched)
 
 
-def on_slots(model: LanguageModel) -> bool:
+def uses_slots(model: LanguageModel) -> bool:
     """Whether rows are decoded by slots: on a GPU, where captured steps remove the host's overhead."""
     weight = model.embedding.weight
     if not weight.is_cuda:

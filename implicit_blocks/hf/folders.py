@@ -100,9 +100,9 @@ def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder
     elif model_type in published.MODEL_TYPES:
         found = _of_published(folder, config)
     elif model_type in OURS:
-        found = _of_ours(folder, config)
+        found = _read_exported(folder, config)
     else:
-        found = _of_ordinary(folder, config)
+        found = _convert_pretrained(folder, config)
     check_tokenizer(folder, found.spec)
     if not as_start:
         return found
@@ -159,14 +159,14 @@ def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors if one is None else {**tensors, **dict.fromkeys(names, one)}
 
 
-def _of_ordinary(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
+def _convert_pretrained(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     spec = _spec_from(folder, ordinary.import_spec, config)
     state = ordinary.import_tensors(read_tensors(folder), spec)
     check_tensors(state, empty_state(spec), what=str(folder))
     return PretrainedFolder(spec, state, {name: config[name] for name in _TOKEN_FIELDS if name in config})
 
 
-def _of_ours(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
+def _read_exported(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     fields = config.get("spec")
     if not isinstance(fields, Mapping):
         raise ValueError(f"{folder / CONFIG} has no model spec")

@@ -21,7 +21,7 @@ from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.bundle import document
 from implicit_blocks.serving.language import Language, language_of
 from implicit_blocks.serving.reports import MOST_TOKENS, token_reports
-from implicit_blocks.serving.word_problem import WordProblem, described, word_problem_of
+from implicit_blocks.serving.word_problem import WordProblem, group_card, word_problem_of
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def inspect(
                 )
             options = replace(options, tolerance=compare_tolerance)
         answers.append(other.answer(text, max_new_tokens, options))
-    return Inspection(f"Iterations per token: {first.name}", answers, described(first.problem))
+    return Inspection(f"Iterations per token: {first.name}", answers, group_card(first.problem))
 
 
 @dataclass(frozen=True)

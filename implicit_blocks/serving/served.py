@@ -22,7 +22,7 @@ from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.penalties import processors_of
 from implicit_blocks.serving.texts import Text, Texts
-from implicit_blocks.serving.word_problem import WordProblem, described
+from implicit_blocks.serving.word_problem import WordProblem, group_card
 
 _DEFAULT_TOKENS = 16
 """``max_tokens`` of completions, as in OpenAI's API."""
@@ -85,7 +85,7 @@ class ServedModel:
         if isinstance(self.model, ImplicitLM) and stopping is not None:
             card["tolerance"], card["max_iterations"] = stopping.tolerance, stopping.max_iterations
         if self.problem is not None:
-            card["word_problem"] = described(self.problem)
+            card["word_problem"] = group_card(self.problem)
         return card
 
     def completion(self, body: CompletionBody) -> tuple[Texts, Format]:

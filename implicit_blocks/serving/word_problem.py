@@ -38,7 +38,7 @@ def word_problem_of(source: Path) -> WordProblem | None:
     return problem
 
 
-def described(problem: WordProblem | None) -> dict[str, Any] | None:
+def group_card(problem: WordProblem | None) -> dict[str, Any] | None:
     """Return a word problem as JSON."""
     if problem is None:
         return None

@@ -15,7 +15,7 @@ def by_slots(monkeypatch):
 
     def generate(*arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "on_slots", lambda model: True)
+            patch.setattr(generation, "uses_slots", lambda model: True)
             return ib.generate(*arguments, **options)
 
     return generate

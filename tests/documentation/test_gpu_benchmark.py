@@ -169,7 +169,7 @@ def test_a_disturbed_program_is_repeated(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.gpu_card, "once_quiet", lambda patience: {**QUIET, "memory_used_gb": 20.0})
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
     assert all(row["disturbed"] for row in result["rows"])
-    message = gpu.gpu_table.quoted(result)
+    message = gpu.gpu_table.quoted_tables(result)
     assert "Other work DISTURBED the GPU (works: before: 20.0 GB used, after: 20.0 GB used)" in message
     assert "**7** (disturbed)" in message
 
@@ -238,7 +238,7 @@ def test_the_steps_of_the_trainer_have_a_separate_table(gpu):
     row |= {"held_gb": 61.5, "allocated_gb": 44.0}
     result = {"machine": {"date": "2026-01-02", "python": "3.12"}, "command": "c", "rows": []}
     result["zoo"] = [row, {"spec": "mamba2_1.3b", "phase": "free", "failed": "too few steps"}]
-    message = gpu.gpu_table.quoted(result).splitlines()
+    message = gpu.gpu_table.quoted_tables(result).splitlines()
     size = "4 \N{MULTIPLICATION SIGN} 2048"
     line = f"| `llama_1.3b` free (32+4), step checkpointing | {size} | 3.0 | 9 169 |  | 44 | 61.5 |  |"
     assert message[-1] == line

@@ -177,7 +177,7 @@ def _probabilities(runs: Sequence[RunRecord]) -> list[float | None]:
     return sorted(found, key=lambda p: -1.0 if p is None else -p)
 
 
-def _look(runs: Sequence[RunRecord], run: int, p: int, *, probabilities: int) -> dict[str, Any]:
+def _line_style(runs: Sequence[RunRecord], run: int, p: int, *, probabilities: int) -> dict[str, Any]:
     """Return color and line style: runs differ by color and p by style; for a single run, p by color."""
     if len(runs) == 1:
         color = _color(p, of=probabilities)
@@ -203,7 +203,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
             )
             if not rows:
                 continue
-            look = _look(runs, run_index, p_index, probabilities=len(probabilities))
+            look = _line_style(runs, run_index, p_index, probabilities=len(probabilities))
             lengths = [row["length"] for row in rows]
             values = [100.0 * row["accuracy_last"] for row in rows]
             marker = look.pop("marker")
@@ -286,7 +286,7 @@ def _draw_iterations(axes: Axes, runs: Sequence[RunRecord]) -> None:
                 continue
             row = max(rows, key=lambda row: row["length"])
             values = row["iterations_by_position"]
-            look = _look(runs, run_index, p_index, probabilities=len(probabilities))
+            look = _line_style(runs, run_index, p_index, probabilities=len(probabilities))
             look.pop("marker")
             axes.plot(range(1, len(values) + 1), values, linewidth=1.9, label=_name(runs, run, p), **look)
             drawn = True

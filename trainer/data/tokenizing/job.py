@@ -112,7 +112,7 @@ class Job:
             "validation_fraction": self.validation_fraction,
             "seed": self.seed if self.validation_fraction else None,
             **({"validation_gap": self.validation_gap} if self.validation_gap else {}),
-            **{side: described(documents) for side, documents in sides.items() if documents is not None},
+            **{side: fingerprint_of(documents) for side, documents in sides.items() if documents is not None},
         }
 
 
@@ -182,7 +182,7 @@ def _convert(
     """Read documents once and write each to its side."""
     folders = {side: job.output / side for side in sides}
     if all((folder / MANIFEST).is_file() for folder in folders.values()):
-        return [_kept(folder, log) for folder in folders.values()]
+        return [_stored_result(folder, log) for folder in folders.values()]
     writers = {
         side: ShardWriter(
             folder,
@@ -224,7 +224,9 @@ def _convert(
                 writer.remove()
             require_both_sides({side: writer.documents for side, writer in writers.items()})
         for side, writer in writers.items():
-            writer.close({"split": side, "tokenizer": job.tokenizer.identity, "from": described(documents)})
+            writer.close(
+                {"split": side, "tokenizer": job.tokenizer.identity, "from": fingerprint_of(documents)}
+            )
     except ValueError:
         if not any(writer.finished for writer in writers.values()):
             _abandon(job, writers.values())  # so that the command can be corrected
@@ -277,7 +279,7 @@ def _tasks(pieces: Iterator[tuple[str, Piece]], done: dict[str, int]) -> Iterato
         yield task
 
 
-def described(documents: Documents) -> dict[str, Any]:
+def fingerprint_of(documents: Documents) -> dict[str, Any]:
     """Return a description of documents, for detecting changes."""
     return {
         "inputs": [source.fingerprint() for source in documents.sources],
@@ -295,7 +297,7 @@ def _result(folder: Path) -> Result:
     return Result(folder, manifest["tokens"], manifest["documents"], len(manifest["shards"]))
 
 
-def _kept(folder: Path, log: Log) -> Result:
+def _stored_result(folder: Path, log: Log) -> Result:
     verify(folder, again=True)
     log(f"{folder} is finished; its checksums match")
     return _result(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.data.manifest import TRAIN
 from trainer.data.tokenizing.documents import Documents
-from trainer.data.tokenizing.job import Log, Report, described, locked
+from trainer.data.tokenizing.job import Log, Report, fingerprint_of, locked
 from trainer.data.tokenizing.splits import find_split, require_both_sides
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from trainer.storage.files import write_atomically, write_json
@@ -55,7 +55,7 @@ def train_tokenizer_for(
         "vocab_size": vocab_size,
         "validation_fraction": validation_fraction,
         "seed": seed if validation_fraction else None,
-        "documents": described(documents),
+        "documents": fingerprint_of(documents),
         **({"validation_gap": validation_gap} if validation_gap else {}),
         **({"special_tokens": list(special_tokens)} if special_tokens else {}),
     }

@@ -21,12 +21,12 @@ def _of_comparison(comparison: Mapping[str, Any], written: Mapping[str, Any]) ->
     lines += [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    lines.append(in_words(comparison["result"]))
+    lines.append(describe_difference(comparison["result"]))
     lines += [f"! {name}: {mark}" for name, side in comparison["sides"].items() for mark in side["marks"]]
     return "\n".join(lines)
 
 
-def in_words(result: Mapping[str, Any] | None) -> str:
+def describe_difference(result: Mapping[str, Any] | None) -> str:
     """Return the difference of a comparison in words."""
     if result is None:
         return "no difference: a side has no finished run that is reported"

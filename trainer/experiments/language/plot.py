@@ -44,7 +44,7 @@ def draw(written: Mapping[str, Any]) -> Figure:
         for run in twins:
             known = [entry for entry in run["curve"] if entry[key] is not None]
             points = [(entry[key] / unit, entry["perplexity"]) for entry in known]
-            axes.plot(*_columns(points), **_look(run, colors, first_seed))
+            axes.plot(*_columns(points), **_line_style(run, colors, first_seed))
         plain_logarithm(axes, "y", at=_PERPLEXITIES)
         finish(axes, title=f"Against {name.split()[0]}", x=name, y="perplexity")
     plain_logarithm(flops, "x")
@@ -52,14 +52,14 @@ def draw(written: Mapping[str, Any]) -> Figure:
         lengths.plot(
             [entry["multiple"] for entry in run["lengths"]],
             [entry["perplexity"] for entry in run["lengths"]],
-            **_look(run, colors, first_seed),
+            **_line_style(run, colors, first_seed),
             marker="o",
         )
     plain_logarithm(lengths, "x", at=sorted({entry["multiple"] for run in twins for entry in run["lengths"]}))
     plain_logarithm(lengths, "y", about=7)
     finish(lengths, title="Length extrapolation", x="length (training lengths)", y="perplexity")
     for run in twins:
-        look = _look(run, colors, first_seed)
+        look = _line_style(run, colors, first_seed)
         if run["kind"] == "explicit":
             compute.axhline(run["lengths"][0]["loss"], **look)
             continue
@@ -103,7 +103,7 @@ def _draw_lead(axes: Axes, twins: Sequence[Mapping[str, Any]], colors: Mapping[s
     """Draw the relative perplexity reduction of the implicit model against its explicit twin."""
     unit, seen = _unit_of_tokens(twins)
     for run in twins:
-        pair = {other["kind"]: other for other in twins if (other["spec"], other["seed"]) == _which(run)}
+        pair = {other["kind"]: other for other in twins if (other["spec"], other["seed"]) == _pair_of(run)}
         if run["kind"] != "implicit" or "explicit" not in pair:
             continue
         theirs = {entry["tokens"]: entry["perplexity"] for entry in pair["explicit"]["curve"]}
@@ -128,7 +128,7 @@ def _unit_of_tokens(runs: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
     return (1e6, "tokens seen (millions)") if most >= 1e6 else (1e3, "tokens seen (thousands)")
 
 
-def _which(run: Mapping[str, Any]) -> tuple[str, int]:
+def _pair_of(run: Mapping[str, Any]) -> tuple[str, int]:
     return run["spec"], run["seed"]
 
 
@@ -136,7 +136,7 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _look(run: Mapping[str, Any], colors: Mapping[str, str], first_seed: int) -> dict[str, Any]:
+def _line_style(run: Mapping[str, Any], colors: Mapping[str, str], first_seed: int) -> dict[str, Any]:
     explicit, first = run["kind"] == "explicit", run["seed"] == first_seed
     return {
         "color": colors[run["spec"]],

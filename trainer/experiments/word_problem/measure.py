@@ -87,13 +87,13 @@ def measure(
         "wrong_steps_by_hard_tokens_near": _by_hard_tokens_near(torch.cat(wrong), hard_BL),
     }
     if iterations:
-        found |= _of_the_search(
+        found |= _search_statistics(
             torch.cat(iterations), torch.cat(converged), torch.cat(residuals), hard_BL=hard_BL
         )
     return {**found, "seconds": round(time.perf_counter() - began, 3)}
 
 
-def _of_the_search(
+def _search_statistics(
     iterations_BL: Tensor, converged_BL: Tensor, residual_B: Tensor, *, hard_BL: Tensor
 ) -> dict[str, Any]:
     counted_BL = hard_BL.cumsum(1)
