@@ -232,7 +232,7 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="output file (default: in benchmarks/results)")
-    parser.add_argument("--only", default="", help="the works whose names begin with this")
+    parser.add_argument("--only", default="", help="measure only cases whose names begin with this")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--tolerances", nargs="+", type=float, default=[1e-2, 1e-3])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=list(MODES), help="sequential comes first"
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to measure; sequential first"
     )
     parser.add_argument("--in-flight", type=int, default=8, help="tokens in flight per text")
     parser.add_argument("--rows", type=int, default=4, help="texts decoded together, to compare")
@@ -237,7 +237,7 @@ def table(rows: list[dict[str, Any]]) -> None:
             numbers = (*list(row[mode].values())[:6], row[mode].get("equal_texts", ""))
             print("| " + " | ".join(map(str, (*cells, *numbers))) + " |")
             for each in row[mode].get("parted", ()):
-                print(f"  parted: {each}")
+                print(f"  differs: {each}")
 
 
 if __name__ == "__main__":

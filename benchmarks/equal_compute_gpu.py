@@ -219,20 +219,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--data", type=Path, required=True, metavar="DIR", help="tokens with a validation split"
     )
     parser.add_argument(
-        "--report", type=Path, required=True, metavar="DIR", help="tokens of the reported books"
+        "--report",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="tokens of the held-out books for the report",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the results")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--seconds", type=float, default=500, help="of the whole command, about (500)")
     parser.add_argument(
-        "--side-by-side", type=int, default=6, metavar="N", help="models that train at a time (6)"
+        "--seconds", type=float, default=500, help="approximate time limit of the command (500)"
     )
-    parser.add_argument("--sequences", type=int, metavar="N", help="of each evaluation set (512)")
+    parser.add_argument(
+        "--side-by-side",
+        type=int,
+        default=6,
+        metavar="N",
+        help="number of models trained at the same time (6)",
+    )
+    parser.add_argument("--sequences", type=int, metavar="N", help="sequences per evaluation set (512)")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="write the results as one JSON file")
     parser.add_argument(
         "--chosen", type=int, nargs="+", metavar="SEED", help="train these seeds of the best finished recipes"
     )
-    parser.add_argument("--brief", action="store_true", help="measure only the perplexities on both sets")
+    parser.add_argument(
+        "--brief", action="store_true", help="measure only the perplexities on both evaluation sets"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
     parser.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
     options = parser.parse_args(arguments)
@@ -261,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             side_by_side=options.side_by_side,
             sequences=options.sequences,
             brief=options.brief,
-            eager="it was asked for" if options.eager else None,
+            eager="requested by --eager" if options.eager else None,
             compile_layers=options.compile,
             log=lambda text: print(f"[{time.monotonic() - BEGAN:5.0f} s] {text}", flush=True),
         )

@@ -9,7 +9,7 @@ two layers instead of 24 or 48: this fills the compilers' caches, a folder of th
 they run one after the other, each alone on the GPU. A program selects the fastest variant of a kernel during
 its own turn, and a program that fails or hangs does not affect the others. Before and after each turn the
 state of the GPU is recorded in the JSON (other processes, used memory, copy bandwidth), and disturbed results
-are marked in the table. Programs that failed or were disturbed get a second turn at the end. Programs that
+are marked in the table. Programs that failed or were disturbed are repeated at the end. Programs that
 exceed the time budget are skipped, and the table lists them. The published figures are those of the published
 implementation for the same work, batch and iterations, timed on an H100; *reach* and *hope* are the target
 and stretch target of this project. The trainer's own steps of the zoo's specs, at the specs' own tolerance,
@@ -355,7 +355,7 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
             first = programs[name]
             short = "failed" in first or any("failed" in row for row in first.get("rows", []))
             if (first.get("disturbed") or short) and first.get("seconds", LEAST) < left():
-                print(f"{name}: second turn", flush=True)
+                print(f"{name}: repeated", flush=True)
                 seconds = share(name, left(), 1)
                 again = turn(start_process(name), seconds, patience=arguments.patience, last={})
                 if worth(again) >= worth(first):

@@ -85,7 +85,7 @@ def test_failing_and_hanging_programs_do_not_affect_others(gpu, monkeypatch, tmp
     assert [program["program"] for program in result["programs"]] == ["hangs", "fails", "works"]
     assert result["works"] == [{"model": "llama_130m", "speed": 7.0, "given": [], "tuned": "1"}]
     message = capsys.readouterr().out
-    assert "hangs: second turn" in message
+    assert "hangs: repeated" in message
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in message
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in message
     assert (
@@ -141,7 +141,7 @@ def test_failed_rows_are_measured_again(gpu, monkeypatch, tmp_path, capsys):
         "with open(path, 'w') as file: json.dump({'machine': MACHINE, 'rows': rows}, file)"
     )
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
-    assert "works: second turn" in capsys.readouterr().out
+    assert "works: repeated" in capsys.readouterr().out
     assert result["rows"][0]["measured"] == 7.0
 
 

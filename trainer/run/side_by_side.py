@@ -168,7 +168,7 @@ def train_side_by_side(
 ) -> list[str]:
     """Train the runs of a queue in its order, some side by side; return the names of those not finished.
 
-    A run is not begun if, at the measured rate, it would not end in time; a shorter one behind it may be.
+    A run that would not end in time at the measured rate is not started; a shorter one after it may start.
     Where the time becomes too short for all that are training, the last of them wait. Runs that have not
     ended when the time is over are given up.
 
@@ -194,11 +194,11 @@ def train_side_by_side(
             ahead = sum(one.planned.flops - _work(one) for one in active)
             needed = max((ahead + planned.flops) / rate, planned.flops / (ALONE * rate)) + spare
             if needed > clock.left:
-                log(f"{planned.name}: not begun, needs {needed:.0f} s, {clock.left:.0f} s are left")
+                log(f"{planned.name}: not started: needs {needed:.0f} s, {clock.left:.0f} s remain")
                 missing.append(planned.name)
                 continue
             active.append(begin(planned, device, at_once=at_once, eager=eager))
-            log(f"{planned.name}: begun after {clock.now:.0f} s, {active[-1].total} steps")
+            log(f"{planned.name}: started after {clock.now:.0f} s, {active[-1].total} steps")
         moved, ahead = False, 0.0
         for number, one in enumerate(list(active)):
             ahead += one.planned.flops - _work(one)
@@ -218,7 +218,7 @@ def train_side_by_side(
             time.sleep(0.0005)
     for one in active:
         one.step.synchronize()
-        log(f"{one.planned.name}: given up after {one.step.done} of {one.total} steps, the time is over")
+        log(f"{one.planned.name}: time limit reached after {one.step.done} of {one.total} steps")
     return [*missing, *(one.planned.name for one in active), *(one.name for one in waiting)]
 
 
