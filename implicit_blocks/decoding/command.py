@@ -151,6 +151,6 @@ def _summary_line(outputs: Generated) -> str | None:
         return None
     real = [row[: int(length)] for row, length in zip(outputs.iterations, outputs.lengths, strict=True)]
     mean = sum(float(row.sum()) for row in real) / max(1, int(outputs.lengths.sum()))
-    open_tokens = int((~outputs.converged).sum())
-    left = "all converged" if not open_tokens else f"{open_tokens} did not converge"
+    unconverged = int((~outputs.converged).sum())
+    left = "all converged" if not unconverged else f"{unconverged} did not converge"
     return f"{int(outputs.lengths.sum())} tokens, {mean:.1f} iterations each, {left}"

@@ -121,7 +121,7 @@ def with_transformers(
 
 
 def each(argument: Any) -> Sequence[Any]:
-    """Return what to call; a list of transformers, which is callable itself, is one."""
+    """Return the functions to call; a list class of transformers, which is callable itself, counts as one."""
     if argument is None:
         return ()
     return (argument,) if callable(argument) or not isinstance(argument, Sequence) else argument

@@ -48,7 +48,7 @@ def map_of(spec: ImplicitLMSpec) -> str:
 
 
 def injection_of(spec: ImplicitLMSpec) -> str:
-    """Return what the parameters of the injection compute."""
+    """Return the equation of the injection's own parameters."""
     injection, e = spec.injection, input_of_core(spec)
     match injection.kind:
         case "projection":

@@ -191,7 +191,7 @@ def export(
 
 
 def _record_of(weights: Path | None) -> RunRecord | None:
-    """Return what the run of these weights recorded up to their step; None: they are of no run."""
+    """Return the records of the run of these weights up to their step; None: they are not from a run."""
     run = None if weights is None else run_of(weights)
     if weights is None or run is None:
         return None

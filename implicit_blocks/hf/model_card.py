@@ -34,7 +34,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What the files of a run say of it, up to one step.
+    """The records in the files of a run, up to one step.
 
     ``data`` is the source of the data with its settings, ``training`` the settings of the training; ``step``
     is the exported step, ``metrics`` the row of that training step, and ``evaluations`` the rows of the last
@@ -50,7 +50,7 @@ class RunRecord:
 
 
 def read_run(run: Path, *, step: int | None = None) -> RunRecord:
-    """Read what the files of a run folder say of the run up to ``step``; None: up to its end.
+    """Read the records of a run folder up to ``step``; None: up to the end of the run.
 
     Raises:
         ValueError: ``spec.yaml`` is not a valid spec.

@@ -1,4 +1,4 @@
-"""The file with which ``trust_remote_code=True`` imports this package, or says how to install it."""
+"""The file with which ``trust_remote_code=True`` imports this package, or explains how to install it."""
 
 from __future__ import annotations
 

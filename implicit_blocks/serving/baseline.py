@@ -1,4 +1,4 @@
-"""Decoding of transformers' own models, which have no slots: their ``generate``, with texts that take turns.
+"""Decoding of transformers' own models, which have no slots: ``generate``, interleaved token by token.
 
 Shape legend: L tokens, V vocabulary.
 """
@@ -93,7 +93,7 @@ class TransformersDecoder:
 
 
 class _LeftError(Exception):
-    """Ends the ``generate`` of a text whose remaining tokens nobody needs."""
+    """Ends the ``generate`` of a cancelled text."""
 
 
 class _Text:

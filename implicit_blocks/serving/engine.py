@@ -153,7 +153,7 @@ class Engine:
         self.worker.inbox.put(Submit(jobs))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End texts whose remaining tokens nobody needs."""
+        """End cancelled texts."""
         if any(not job.finished for job in jobs):
             self.worker.inbox.put(Cancel(jobs))
 

@@ -56,6 +56,6 @@ class ApiError(Exception):
 
 
 def shown(value: object, *, most: int = 60) -> str:
-    """Return a value as it is shown in a message: cut to ``most`` characters."""
+    """Return a value for a message, truncated to ``most`` characters."""
     text = repr(value[: most + 1]) if isinstance(value, str | list) else repr(value)
     return text if len(text) <= most else f"{text[:most]}…"

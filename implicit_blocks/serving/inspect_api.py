@@ -233,7 +233,7 @@ class _Reports:
             yield report
 
     def close(self) -> None:
-        """End the inspection: it is complete, or nobody needs the rest."""
+        """End the inspection: it is complete or cancelled."""
         self._inspection.cancelled = True
         self._running.discard(self)
 

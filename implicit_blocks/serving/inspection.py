@@ -59,7 +59,7 @@ class Inspection:
 
     @property
     def html(self) -> str:
-        """The report as one page that loads nothing."""
+        """The report as one HTML page without external resources."""
         answers = [vars(answer) for answer in self.answers]
         return document({"title": self.title, "answers": answers, "word_problem": self.word_problem})
 

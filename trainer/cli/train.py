@@ -46,30 +46,25 @@ def parser() -> argparse.ArgumentParser:
         "trainer.evaluate (benchmarks, perplexity), trainer.sweep (a grid of runs), trainer.experiments (of "
         "the paper), implicit_blocks (specs, generation, exports, plugins).",
     )
-    command.add_argument("--spec", metavar="FILE", help="YAML file of the run, or its name in the zoo")
-    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
-    command.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the run (default: runs/<spec>-<time>)"
-    )
-    command.add_argument("--resume", action="store_true", help="resume the run in the output folder")
-    command.add_argument(
+    add = command.add_argument
+    add("--spec", metavar="FILE", help="YAML file of the run, or its name in the zoo")
+    add("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
+    add("--output", type=Path, metavar="DIR", help="folder of the run (default: runs/<spec>-<time>)")
+    add("--resume", action="store_true", help="resume the run in the output folder")
+    add(
         "--checkpoint",
         metavar="NAME",
         help="resume from this checkpoint, such as step-00000120 (default: the newest complete one)",
     )
-    command.add_argument(
-        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; continue by --resume"
-    )
-    command.add_argument(
-        "--dry-run", action="store_true", help="print size, cost, memory and phases without training"
-    )
-    command.add_argument("--ranks", type=int, metavar="N", help="dry run: number of processes (default: 1)")
-    command.add_argument(
+    add("--stop-at", type=int, metavar="STEP", help="save and stop after this step; continue by --resume")
+    add("--dry-run", action="store_true", help="print size, cost, memory and phases without training")
+    add("--ranks", type=int, metavar="N", help="dry run: number of processes (default: 1)")
+    add(
         "--rate",
         metavar="TOKENS/S",
         help="dry run: measured rate for the duration estimate, or one per phase: bounded=20000,free=9000",
     )
-    command.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
     return command
 
 

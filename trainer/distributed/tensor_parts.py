@@ -47,7 +47,7 @@ class TensorParts:
         vars(model)[_ATTRIBUTE] = self
 
     def named(self, name: str, tensor: Tensor) -> LocalPart | None:
-        """Return the part that a parameter, or an entry of its optimizer state, is; None: it is whole.
+        """Return this rank's part of a parameter or of its optimizer state; None: it is not divided.
 
         ``name`` is that of the parameter, or as in a checkpoint ``model/NAME`` or ``optimizer/NAME/ENTRY``.
 
@@ -100,7 +100,7 @@ class TensorParts:
 
     @torch.no_grad()
     def sum_copies(self, model: nn.Module) -> None:
-        """Add up the ranks' gradients of what all of them have copies of, of divided parameters."""
+        """Sum the ranks' gradients of the copied sections of divided parameters."""
         gradients = [
             overlap.entries
             for name, parameter in model.named_parameters()

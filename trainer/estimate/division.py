@@ -62,7 +62,7 @@ def saved_parameters(model: LanguageModelSpec, ranks: int) -> int:
 
 
 def saved_weights(part: MixerSpec | MLPSpec, d_model: int, ranks: int) -> int:
-    """Return the number of weights of a layer's part that a rank has less than one that has all."""
+    """Return the number of weights of a layer that a rank does not store because the layer is divided."""
     plan, shapes = part.tensor_plan(d_model), part.parameter_shapes(d_model)
     if ranks == 1 or plan is None or shapes is None:
         return 0
@@ -94,7 +94,7 @@ def passed_per_token(part: MixerSpec | MLPSpec, d_model: int, resolved: Resolved
 
 
 def estimate_communication(phase: Phase, resolved: ResolvedLayout, *, ranks: int) -> Communication | None:
-    """Return what a rank sends in a step of ``phase``; None if the model's size is unknown."""
+    """Return the bytes that a rank sends in a step of ``phase``; None if the model's size is unknown."""
     model, counts = phase.model, count_parameters(phase.model)
     if counts is None or counts.total is None or not isinstance(model, LanguageModelSpec):
         return None

@@ -50,38 +50,33 @@ def parser() -> argparse.ArgumentParser:
     command = CommandParser(
         prog="python -m trainer.evaluate", description="Evaluate a model on benchmarks, from local files."
     )
-    command.add_argument(
+    add = command.add_argument
+    add(
         "--checkpoint",
         type=Path,
         required=True,
         metavar="PATH",
         help="a run directory, one of its checkpoints, a safetensors file, or a pretrained folder",
     )
-    command.add_argument("--spec", metavar="FILE", help="a YAML file or a zoo name (default: the run's own)")
-    command.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a directory with one, or bytes"
-    )
-    command.add_argument(
-        "--data", type=Path, default=Path("data"), metavar="DIR", help="directory of the task files (data)"
-    )
-    command.add_argument(
+    add("--spec", metavar="FILE", help="a YAML file or a zoo name (default: the run's own)")
+    add("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a directory with one, or bytes")
+    add("--data", type=Path, default=Path("data"), metavar="DIR", help="directory of the task files (data)")
+    add(
         "--tasks",
         nargs="*",
         metavar="TASK",
         help="kinds of evaluation tasks, KIND=FILE for other files, lm-eval YAML files, or lm-eval's names "
         f"(default: {' '.join(PAPER_TASKS)}; none with --tokens)",
     )
-    command.add_argument(
+    add(
         "--include-path",
         type=Path,
         metavar="DIR",
         help="directory of lm-eval YAML files whose names --tasks then knows",
     )
-    command.add_argument("--limit", type=_positive, metavar="N", help="only the first N items of each task")
-    command.add_argument(
-        "--batch-size", type=_positive, default=16, metavar="N", help="sequences per forward pass (16)"
-    )
-    command.add_argument(
+    add("--limit", type=_positive, metavar="N", help="only the first N items of each task")
+    add("--batch-size", type=_positive, default=16, metavar="N", help="sequences per forward pass (16)")
+    add(
         "--self-iterations",
         type=_positive,
         nargs="+",
@@ -89,48 +84,44 @@ def parser() -> argparse.ArgumentParser:
         help="repeat the evaluation with each maximum number of iterations; the final call of the map, "
         "which gives the output, is not counted",
     )
-    command.add_argument(
-        "--tolerance", type=float, metavar="X", help="tolerance of the search (default: the spec's)"
-    )
-    command.add_argument(
+    add("--tolerance", type=float, metavar="X", help="tolerance of the search (default: the spec's)")
+    add(
         "--mean-iterations",
         type=float,
         metavar="N",
         help="with --tokens: adjust the tolerance so that sequences take N iterations on average",
     )
-    command.add_argument(
+    add(
         "--max-length",
         type=_positive,
         metavar="N",
         help="maximum tokens per request; longer contexts are truncated on the left (default: the model's "
         "number of positions, without truncation)",
     )
-    command.add_argument(
+    add(
         "--padding",
         choices=("right", "left"),
         default="right",
         help="padding side; the scores do not depend on it",
     )
-    command.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
-    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
-    command.add_argument(
+    add("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
+    add("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
+    add(
         "--tokens",
         type=Path,
         metavar="PATH",
         help="token files, or the output of python -m trainer.tokenize (its validation split): perplexity "
         "against length",
     )
-    command.add_argument(
+    add(
         "--lengths",
         type=_positive,
         nargs="+",
         metavar="N",
         help="sequence lengths for --tokens (default: 1, 2, 4 and 8 times the training length)",
     )
-    command.add_argument(
-        "--output", type=Path, metavar="DIR", help="output directory (default: evaluations/<name>-<time>)"
-    )
-    command.add_argument("--log-samples", action="store_true", help="also write the response to every item")
+    add("--output", type=Path, metavar="DIR", help="output directory (default: evaluations/<name>-<time>)")
+    add("--log-samples", action="store_true", help="also write the response to every item")
     return command
 
 

@@ -24,8 +24,8 @@ def paper_table(found: Sequence[Scores]) -> str:
             tallies = [task.search for task in scores.tasks if task.search is not None]
             sequences = max(1, sum(tally.sequences for tally in tallies))
             iterations = sum(tally.iterations * tally.sequences for tally in tallies) / sequences
-            open_ = sum(tally.non_converged * tally.sequences for tally in tallies) / sequences
-            row += [f"{iterations:.1f}", f"{1.0 - open_:.1%}"]
+            unconverged = sum(tally.non_converged * tally.sequences for tally in tallies) / sequences
+            row += [f"{iterations:.1f}", f"{1.0 - unconverged:.1%}"]
         rows.append(row)
     return markdown([header, *rows])
 

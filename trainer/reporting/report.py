@@ -38,7 +38,7 @@ _COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#718096")
 _TITLED = 3  # maximum number of runs named in the title
 _STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 _MARKERS = ("o", "s", "D", "^", "v")  # one more than the styles, for more combinations
-_OPEN_BELOW = 0.99
+_CONVERGED_SHARE = 0.99
 """Fraction of converged sequences below which a point is hollow."""
 
 
@@ -209,15 +209,15 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
             marker = look.pop("marker")
             axes.plot(lengths, values, linewidth=1.9, **look)
             for length, value, row in zip(lengths, values, rows, strict=True):
-                is_open = (row["non_converged"] or 0.0) > 1.0 - _OPEN_BELOW
-                hollow |= is_open
+                is_unconverged = (row["non_converged"] or 0.0) > 1.0 - _CONVERGED_SHARE
+                hollow |= is_unconverged
                 axes.plot(
                     length,
                     value,
                     marker,
                     markersize=6.5,
                     color=look["color"],
-                    markerfacecolor="white" if is_open else look["color"],
+                    markerfacecolor="white" if is_unconverged else look["color"],
                     clip_on=False,
                     zorder=5,
                 )
@@ -239,7 +239,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
     )
     if hollow:
         axes.plot(
-            [], [], "o", color=GREY, markerfacecolor="white", label=f"under {_OPEN_BELOW:.0%} converged"
+            [], [], "o", color=GREY, markerfacecolor="white", label=f"under {_CONVERGED_SHARE:.0%} converged"
         )
     _legend(axes)
 
@@ -382,24 +382,19 @@ def parser() -> argparse.ArgumentParser:
     command = CommandParser(
         prog="python -m trainer.report", description="Plot runs side by side, or watch them in the terminal."
     )
-    command.add_argument(
+    add = command.add_argument
+    add(
         "runs",
         nargs="+",
         type=Path,
         metavar="RUN",
         help="directory of a finished run; with --watch of any run, or a directory that contains runs",
     )
-    command.add_argument("--output", type=Path, help="output file (default: report.png)")
-    command.add_argument(
-        "--label", action="append", default=[], help="label of a run in the plot, once per run"
-    )
-    command.add_argument("--title", help="title of the plot")
-    command.add_argument(
-        "--watch", action="store_true", help="show the progress of the runs until they are finished; no plot"
-    )
-    command.add_argument(
-        "--interval", type=float, metavar="SECONDS", help="--watch: time between updates (default: 2)"
-    )
+    add("--output", type=Path, help="output file (default: report.png)")
+    add("--label", action="append", default=[], help="label of a run in the plot, once per run")
+    add("--title", help="title of the plot")
+    add("--watch", action="store_true", help="show the progress of the runs until they are finished; no plot")
+    add("--interval", type=float, metavar="SECONDS", help="--watch: time between updates (default: 2)")
     return command
 
 

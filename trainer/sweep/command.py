@@ -43,9 +43,10 @@ def parser() -> argparse.ArgumentParser:
         description="Train a grid of runs; compare them in a table, a plot and a JSON file.",
         epilog="The same command continues an interrupted sweep, and adds the runs of a wider grid.",
     )
-    command.add_argument("spec", metavar="SPEC", help="YAML file of the run, or its name in the zoo")
-    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides for all runs")
-    command.add_argument(
+    add = command.add_argument
+    add("spec", metavar="SPEC", help="YAML file of the run, or its name in the zoo")
+    add("overrides", nargs="*", metavar="path.to.key=value", help="overrides for all runs")
+    add(
         "--grid",
         nargs="+",
         action="extend",
@@ -53,29 +54,19 @@ def parser() -> argparse.ArgumentParser:
         metavar="path.to.key=value,value",
         help="fields of the spec and their values; the grid contains all combinations",
     )
-    command.add_argument(
-        "--seeds", type=_numbers, default=[], metavar="N,N", help="seeds of each cell, one run each"
-    )
-    command.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="runs at once, on one device (1)"
-    )
-    command.add_argument(
+    add("--seeds", type=_numbers, default=[], metavar="N,N", help="seeds of each cell, one run each")
+    add("--processes", type=int, default=1, metavar="N", help="runs at once, on one device (1)")
+    add(
         "--metric",
         choices=METRICS,
         default="loss",
         help="metric of the final evaluation to compare by (loss)",
     )
-    command.add_argument("--set", metavar="NAME", help="evaluation set of the metric (default: the first)")
-    command.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the sweep (sweeps/<spec>-<time>)"
-    )
-    command.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
-    command.add_argument(
-        "--retry-diverged", action="store_true", help="train runs again whose loss became NaN or infinite"
-    )
-    command.add_argument(
-        "--only-finished", action="store_true", help="train nothing; compare the finished runs"
-    )
+    add("--set", metavar="NAME", help="evaluation set of the metric (default: the first)")
+    add("--output", type=Path, metavar="DIR", help="folder of the sweep (sweeps/<spec>-<time>)")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
+    add("--retry-diverged", action="store_true", help="train runs again whose loss became NaN or infinite")
+    add("--only-finished", action="store_true", help="train nothing; compare the finished runs")
     return command
 
 
@@ -141,7 +132,7 @@ class Sweep:
                 f"the sweep in {self._folder} is in progress already ({held.holder}); wait for it, or stop it"
             ) from None
         with lock:
-            jobs = [] if self._options.only_finished else [self._job(run) for run in self._open()]
+            jobs = [] if self._options.only_finished else [self._job(run) for run in self._unfinished()]
             print(
                 f"{counted(len(self._runs), 'run')} in {self._folder}, "
                 f"{len(self._runs) - len(jobs)} of them done already"
@@ -226,7 +217,7 @@ class Sweep:
         failure = self._failures.get(run.name, {})
         return read_outcome(run, self._path(run), self._measure, failure)
 
-    def _open(self) -> list[GridRun]:
+    def _unfinished(self) -> list[GridRun]:
         """Return the runs to train: those without a summary, unless they diverged before."""
         skipped = set() if self._options.retry_diverged else self._failures.keys()
         return [

@@ -118,7 +118,7 @@ def export_config(
 
 
 def _lost(spec: ImplicitLMSpec, again: ImplicitLMSpec) -> dict[str, Any]:
-    """Return the fields of ``spec`` that differ, in what they mean for the tensors and the map."""
+    """Return the fields of ``spec`` that differ in their effect on the tensors or the map."""
     differing = {
         name: value
         for name, value in spec.model_dump().items()

@@ -206,7 +206,7 @@ def _written_start(spec: ImplicitLMSpec) -> str:
 
 
 def _training(fields: PublishedFields, mean: int, backprop: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the depth and the gradient, and what they do not say of the published ones."""
+    """Return the depth and the gradient, and the published settings that they do not express."""
     scheme = fields.take("sampling_scheme", "poisson-truncated-full")
     method = fields.choice(
         "recurrent_iteration_method", "per-batch", "per-batch", "per-sequence", "per-token"

@@ -14,7 +14,7 @@ from math import sqrt
 
 @dataclass(frozen=True)
 class Scales:
-    """What a name of an initialization stands for.
+    """The constants that a named initialization implies.
 
     Args:
         embedding_std: standard deviation of new embeddings.

@@ -96,7 +96,7 @@ def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _refuse_reserved(names: PluginNames, templates: dict[str, str]) -> None:
-    """Reject a name whose class would shadow one that the code uses, such as ``Mixer`` or ``Window``."""
+    """Reject a name whose class would shadow a class that the code uses, such as ``Mixer`` or ``Window``."""
     code = " ".join(text for path, text in templates.items() if path.endswith(".py" + _SUFFIX))
     words = set(re.findall(r"(?<!@)\b\w+\b(?!@)", code))
     for used in (names.class_name, f"{names.class_name}Spec"):

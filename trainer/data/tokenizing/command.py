@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="The shards do not depend on the number of workers. Running the same command again "
         "resumes an interrupted job.",
     )
+    add = command.add_argument
     # fmt: off
     add = command.add_argument
     add("inputs", nargs="+", metavar="INPUT", help="files, directories of files, or datasets: .txt .md "

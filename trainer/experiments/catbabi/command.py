@@ -12,34 +12,31 @@ HELP = "catbAbI: accuracy per task of explicit models with 1, 2 and 4 layers and
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="PATH", help="en-valid-10k.tar.xz or its directory"
-    )
-    parser.add_argument(
-        "--spec", default="catbabi", metavar="FILE", help="spec of the implicit model (catbabi)"
-    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="PATH", help="en-valid-10k.tar.xz or its directory")
+    add("--spec", default="catbabi", metavar="FILE", help="spec of the implicit model (catbabi)")
     add_setting(parser)
-    parser.add_argument(
+    add(
         "--models",
         nargs="+",
         default=["implicit-1", "explicit-1", "explicit-2", "explicit-4"],
         metavar="KIND-LAYERS",
         help="models and their numbers of layers (implicit-1 explicit-1 explicit-2 explicit-4)",
     )
-    parser.add_argument(
+    add(
         "--scoring",
         nargs="+",
         choices=("answers", "all"),
         default=["answers", "all"],
         help="positions in the training loss: answers (QA mode), all next words (LM mode) (both)",
     )
-    parser.add_argument(
+    add(
         "--split",
         choices=("valid", "test"),
         default="valid",
         help="split to score (valid); do not tune on the test split",
     )
-    parser.add_argument(
+    add(
         "--lengths",
         type=int,
         nargs="+",
@@ -47,9 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per scored row (default: training length); longer rows cut fewer stories",
     )
-    parser.add_argument(
-        "--sequences", type=int, metavar="N", help="rows to score (default: all of the split)"
-    )
+    add("--sequences", type=int, metavar="N", help="rows to score (default: all of the split)")
     add_run_options(parser)
 
 

@@ -60,14 +60,14 @@ def _draw_models(
             at = names.index(name) + (index - (len(modes) - 1) / 2) * 0.8 / len(modes)
             mean = sum(found) / len(found)
             color = colors[index % len(colors)]
-            open_ = any(_open(row) for row in rows if _is(row, name, mode))
+            unconverged = any(_is_unconverged(row) for row in rows if _is(row, name, mode))
             axes.bar(
                 at,
                 mean,
                 0.8 / len(modes) * 0.94,
                 color=color,
                 alpha=0.85,
-                hatch="///" if open_ else None,
+                hatch="///" if unconverged else None,
                 edgecolor="white",
                 linewidth=0,
             )
@@ -92,7 +92,7 @@ def _draw_models(
         Patch(color=colors[index % len(colors)], alpha=0.85, label=_mode(mode, rows))
         for index, mode in enumerate(modes)
     ]
-    if any(_open(row) for row in rows):
+    if any(_is_unconverged(row) for row in rows):
         hatched = f"under {MOST:.0%} of the tokens converged (any seed)"
         shown.append(Patch(facecolor=GREY, hatch="///", edgecolor="white", linewidth=0, label=hatched))
     axes.legend(handles=shown, frameon=False, fontsize=9, loc="upper center", ncols=3)
@@ -142,7 +142,7 @@ def _is(row: Mapping[str, Any], name: str, mode: Mode) -> bool:
     return (row["model"], (row["scoring"], row["length"])) == (name, mode)
 
 
-def _open(row: Mapping[str, Any]) -> bool:
+def _is_unconverged(row: Mapping[str, Any]) -> bool:
     return row.get("search") is not None and row["search"]["converged"] < MOST
 
 

@@ -12,8 +12,9 @@ HELP = "compare sequential and simultaneous evaluation of a trained model over t
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
+    add = parser.add_argument
     add_checkpoint(parser)
-    parser.add_argument(
+    add(
         "--tolerances",
         type=float,
         nargs="+",
@@ -22,28 +23,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tolerances of both modes (0.05 1e-2 1e-3 1e-4 1e-5)",
     )
     add_evaluation_size(parser)
-    parser.add_argument(
+    add(
         "--max-iterations",
         type=int,
         metavar="N",
         help="maximum iterations per search (default: the evaluation's)",
     )
-    parser.add_argument(
-        "--damping", type=float, metavar="X", help="damping in both modes (default: the evaluation's)"
-    )
-    parser.add_argument(
+    add("--damping", type=float, metavar="X", help="damping in both modes (default: the evaluation's)")
+    add(
         "--scope",
         choices=("prefix", "sequence"),
         help="residual that stops a token's search in simultaneous mode: its own and those before it, or its "
         "whole row's, as published (default: the evaluation's)",
     )
-    parser.add_argument(
+    add(
         "--tokenizer",
         type=Path,
         metavar="FILE",
         help="a tokenizer.json with the names of the tokens (default: the one beside the data, if any)",
     )
-    parser.add_argument("--double", action="store_true", help="compute in float64")
+    add("--double", action="store_true", help="compute in float64")
     add_device(parser)
 
 

@@ -83,7 +83,7 @@ def require_same_text(rows: Sequence[Row]) -> None:
 
 
 def _budget(row: Row) -> float:
-    """Return the FLOPs of the whole planned budget, whose share the run was to execute."""
+    """Return the FLOPs of the complete budget, of which the run executes a share."""
     budget: float = row["flops"] * row["planned_steps"] / max(1, row["steps"]) / row["recipe"]["share"]
     return budget
 
@@ -108,7 +108,7 @@ def loss(row: Row, on: str) -> float:
 
 
 def better_weights(row: Row) -> Mapping[str, Any] | None:
-    """Return what was measured with the last or the averaged weights, as the text of the choice decides."""
+    """Return the measurements of the last or the averaged weights, as chosen on held-out training text."""
     found = [row[kind] for kind in ("measured", "averaged") if row.get(kind) is not None]
     usable = [one for one in found if one["choice"]["loss"] is not None]
     return min(usable, key=lambda one: one["choice"]["loss"]) if usable else None
@@ -135,7 +135,7 @@ def choose(rows: Iterable[Row]) -> Recipe:
 
 
 def marks(row: Row, grid: Grid | None = None) -> list[str]:
-    """Return what is wrong with a run, in words for a table; empty if nothing is.
+    """Return the problems of a run as text for a table; empty if there are none.
 
     ``grid`` is the one that both sides were tuned over; None where that is not to be judged.
     """

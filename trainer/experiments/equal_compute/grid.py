@@ -37,7 +37,7 @@ class Grid:
             yield replace(recipe, learning_rate=rate, weight_decay=decay, share=share)
 
     def edges(self, recipe: Recipe) -> list[str]:
-        """Return the words for the edges of the grid at which a recipe lies.
+        """Return a description of the edges of the grid at which a recipe lies.
 
         An axis with one value has no edge that says anything. The full budget is no edge, since more is not
         allowed.

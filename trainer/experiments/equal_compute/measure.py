@@ -75,7 +75,7 @@ def evaluation_sets(spec: RunSpec, report: Path, *, sequences: int | None = None
 
 
 def windows(sets: Mapping[str, EvaluationSet]) -> dict[str, Any]:
-    """Return what identifies the evaluation windows: text, number and length of the sequences."""
+    """Return an identifier of the evaluation windows: text, number and length of the sequences."""
     return {
         name: {"text": dict(one.source.identity()), "sequences": one.sequences, "length": one.length}
         for name, one in sets.items()

@@ -1,4 +1,4 @@
-"""Comparisons: which models stand on which side, in which setting. Imports no torch."""
+"""Comparisons: the models of both sides, by setting. Imports no torch."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def draw(written: Mapping[str, Any]) -> Figure:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no point further left lies below, from left to right."""
+    """Return the Pareto frontier: the points below all points further left, from left to right."""
     found: list[tuple[float, float]] = []
     for x, y in sorted(points):
         if not found or y < found[-1][1]:

@@ -171,7 +171,7 @@ def _result(
 
 
 def forget_compiled(model: nn.Module) -> None:
-    """Let a model whose layers are compiled run them plainly: an evaluation has many shapes, each once."""
+    """Run compiled layers eagerly: an evaluation has many shapes, each of which occurs once."""
     for module in model.modules():
         module._compiled_call_impl = None
 

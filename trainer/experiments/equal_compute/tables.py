@@ -10,7 +10,7 @@ _HEAD = ("side", "shape", "parameters", "epochs", "rate", "decay", "seeds", "per
 
 
 def table(written: Mapping[str, Any]) -> str:
-    """Return all comparisons as text: the chosen recipe of each side, the difference, and what is wrong."""
+    """Return all comparisons as text: the chosen recipe of each side, the difference, and problems."""
     return "\n\n".join(_of_comparison(one, written) for one in written["comparisons"])
 
 

@@ -10,10 +10,11 @@ HELP = "Theorem 1 and Figure 7: the state-to-state Jacobian by formula, autograd
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (0)")
-    parser.add_argument("--tokens", type=int, default=16, metavar="N", help="length of the sequence (16)")
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="d_model (64, the paper's)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--seed", type=int, default=0, metavar="N", help="seed of weights and tokens (0)")
+    add("--tokens", type=int, default=16, metavar="N", help="length of the sequence (16)")
+    add("--width", type=int, default=64, metavar="N", help="d_model (64, the paper's)")
+    add(
         "--dt",
         type=float,
         nargs=2,
@@ -21,12 +22,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar=("MIN", "MAX"),
         help="range of the initial step sizes (0.001 0.1, Mamba2's); larger values couple the state more",
     )
-    parser.add_argument(
-        "--tolerance", type=float, default=1e-12, metavar="X", help="tolerance of the fixed point (1e-12)"
-    )
-    parser.add_argument(
-        "--max-iterations", type=int, default=512, metavar="N", help="maximum iterations (512)"
-    )
+    add("--tolerance", type=float, default=1e-12, metavar="X", help="tolerance of the fixed point (1e-12)")
+    add("--max-iterations", type=int, default=512, metavar="N", help="maximum iterations (512)")
 
 
 def run_command(folder: Path, options: argparse.Namespace) -> str:

@@ -12,10 +12,9 @@ HELP = "implicit language models and explicit twins: tokens, FLOPs, lengths, tes
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="output of python -m trainer.tokenize"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="output of python -m trainer.tokenize")
+    add(
         "--specs",
         nargs="+",
         default=["books_5m_residual", "books_5m_mamba2_residual"],
@@ -24,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(default: the residual models of both families)",
     )
     add_setting(parser)
-    parser.add_argument(
+    add(
         "--bounded",
         type=float,
         nargs="*",
@@ -33,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="shares of the run for the first phase of the paper's curriculum, for the first spec with each "
         "seed (0.7 0.8 0.9); empty: none",
     )
-    parser.add_argument(
+    add(
         "--self-iterations",
         type=int,
         nargs="+",
@@ -41,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum iterations, for one checkpoint (1 2 4 8 16 32 64)",
     )
-    parser.add_argument(
+    add(
         "--multiples",
         type=int,
         nargs="+",
@@ -49,13 +48,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="evaluation lengths, in training lengths (1 2 4 8)",
     )
-    parser.add_argument(
+    add(
         "--sequences",
         type=int,
         metavar="N",
         help="validation sequences at the training length; as much text at other lengths (default: all)",
     )
-    parser.add_argument(
+    add(
         "--evaluations",
         type=int,
         default=10,
@@ -63,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="evaluations during training, for the curves (10)",
     )
     add_run_options(parser)
-    parser.add_argument(
+    add(
         "--explicit-set",
         nargs="+",
         action="extend",

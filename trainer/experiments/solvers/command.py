@@ -12,7 +12,8 @@ HELP = "iterations, work, time and contraction of every solver, damping, window 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--checkpoint",
         type=Path,
         nargs="+",
@@ -20,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories or checkpoints (default: word_problem_s3, trained first in minutes)",
     )
-    parser.add_argument(
+    add(
         "--tolerances",
         type=float,
         nargs="+",
@@ -29,20 +30,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="relative residuals at which a search stops (0.05 1e-2 1e-3)",
     )
     add_evaluation_size(parser)
-    parser.add_argument(
-        "--max-iterations", type=int, default=512, metavar="N", help="maximum iterations per search (512)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="time measurements; the median is reported (3)"
-    )
-    parser.add_argument(
+    add("--max-iterations", type=int, default=512, metavar="N", help="maximum iterations per search (512)")
+    add("--repeats", type=int, default=3, metavar="N", help="time measurements; the median is reported (3)")
+    add(
         "--only",
         nargs="+",
         default=[],
         metavar="TEXT",
         help="only configurations whose name contains one of these",
     )
-    parser.add_argument(
+    add(
         "--penalties",
         type=float,
         nargs="+",
@@ -50,9 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="weights of a Jacobian penalty for further training; 0: the same steps without it (none)",
     )
-    parser.add_argument(
-        "--penalty-steps", type=int, default=60, metavar="N", help="steps of that training (60)"
-    )
+    add("--penalty-steps", type=int, default=60, metavar="N", help="steps of that training (60)")
     add_device(parser)
 
 

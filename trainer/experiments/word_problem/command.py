@@ -12,63 +12,56 @@ HELP = "state tracking, Figures 1 and 3: layers needed per length; training with
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the experiment."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--study",
         choices=("layers", "hard-tokens"),
         default="layers",
         help="layers (Figure 1, the default): the smallest number of layers that solves each length; "
         "hard-tokens (Figure 3): train with rare hard tokens and few iterations, test with many hard tokens",
     )
-    parser.add_argument(
+    add(
         "--setting",
         choices=("laptop", "gpu"),
         default="laptop",
         help="defaults of all other options (laptop)",
     )
-    parser.add_argument("--spec", metavar="FILE", help="base run (default: the setting's)")
-    parser.add_argument("--groups", nargs="+", metavar="G", help="S3, A4, A5, S5, Z7, A5xZ2, …")
-    parser.add_argument(
+    add("--spec", metavar="FILE", help="base run (default: the setting's)")
+    add("--groups", nargs="+", metavar="G", help="S3, A4, A5, S5, Z7, A5xZ2, …")
+    add(
         "--models",
         nargs="+",
         metavar="NAME",
         help="layers: implicit-mamba2 mamba2 implicit-llama llama, transformers:NAME",
     )
-    parser.add_argument(
-        "--layers", type=int, nargs="+", metavar="N", help="layers: numbers of layers of explicit models"
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="training lengths")
-    parser.add_argument(
-        "--threshold", type=float, metavar="X", help="layers: accuracy at which a length is solved"
-    )
-    parser.add_argument(
-        "--iterations", type=int, nargs="+", metavar="N", help="hard-tokens: maximum training iterations"
-    )
-    parser.add_argument(
+    add("--layers", type=int, nargs="+", metavar="N", help="layers: numbers of layers of explicit models")
+    add("--lengths", type=int, nargs="+", metavar="N", help="training lengths")
+    add("--threshold", type=float, metavar="X", help="layers: accuracy at which a length is solved")
+    add("--iterations", type=int, nargs="+", metavar="N", help="hard-tokens: maximum training iterations")
+    add(
         "--token-iterations",
         type=int,
         metavar="N",
         help="hard-tokens: maximum iterations per token in sequential mode",
     )
-    parser.add_argument(
+    add(
         "--checkpoints",
         type=Path,
         nargs="+",
         metavar="RUN",
         help="hard-tokens: test these runs or checkpoints instead of training",
     )
-    parser.add_argument("--train-p", type=float, metavar="P", help="identity probability throughout training")
-    parser.add_argument(
-        "--test-p", type=float, nargs="+", metavar="P", help="identity probabilities of the tests"
-    )
-    parser.add_argument(
+    add("--train-p", type=float, metavar="P", help="identity probability throughout training")
+    add("--test-p", type=float, nargs="+", metavar="P", help="identity probabilities of the tests")
+    add(
         "--test-lengths",
         type=int,
         nargs="+",
         metavar="N",
         help="lengths of the tests, in training lengths: 1 4",
     )
-    parser.add_argument("--sequences", type=int, metavar="N", help="sequences per test")
-    parser.add_argument("--seeds", type=int, nargs="+", metavar="N", help="seeds of the runs")
+    add("--sequences", type=int, metavar="N", help="sequences per test")
+    add("--seeds", type=int, nargs="+", metavar="N", help="seeds of the runs")
     add_device(parser)
     add_changes(parser)
 
