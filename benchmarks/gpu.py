@@ -11,9 +11,9 @@ its own turn, and a program that fails or hangs does not affect the others. Befo
 state of the GPU is recorded in the JSON (other processes, used memory, copy bandwidth), and disturbed results
 are marked in the table. Programs that failed or were disturbed are repeated at the end. Programs that
 exceed the time budget are skipped, and the table lists them. The published figures are those of the published
-implementation for the same work, batch and iterations, timed on an H100; *reach* and *hope* are the target
-and stretch target of this project. The trainer's own steps of the zoo's specs, at the specs' own tolerance,
-have a separate table.
+implementation for the same work, batch and iterations, timed on an H100; *target* and
+*stretch_target* are those of this project. The trainer's own steps of the zoo's specs, at the specs' own
+tolerance, have a separate table.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def measure(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, An
         times = alternately(runs, repeats=arguments.repeats, warm_up=3)
         calls = {scope: operator_calls(f, start, search(scope)) for scope in ("sequence", "prefix")}
         kernels = {key: count_launches(run) for key, run in runs.items()}
-    row: dict[str, Any] = {"model": name, "map": mode, "ms_an_iteration": round(1000 * times["bare"] / n, 4)}
+    row: dict[str, Any] = {"model": name, "map": mode, "ms_per_iteration": round(1000 * times["bare"] / n, 4)}
     for scope in ("sequence", "prefix"):
         row[f"overhead_{scope}_percent"] = round(100 * (times[scope] / times["bare"] - 1), 2)
         row[f"operator_calls_{scope}"] = calls[scope]

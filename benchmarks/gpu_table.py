@@ -27,8 +27,8 @@ class Figure:
     read: Callable[[list[Row]], float | None]
     unit: str
     published: float | None = None
-    reach: float | None = None
-    hope: float | None = None
+    target: float | None = None
+    stretch_target: float | None = None
     higher_is_better: bool = True
     share: Callable[[list[Row]], float | None] | None = None
     """Reads the utilization: a share of the measured matrix-multiplication throughput of an H100."""
@@ -50,16 +50,16 @@ class Figure:
             "unit": self.unit,
             "published": self.published,
             "measured": value,
-            "reach": self.reach,
-            "hope": self.hope,
+            "target": self.target,
+            "stretch_target": self.stretch_target,
             "reached": None,
         }
         if value is None:
             why = [program["failed"] for program in taken if "failed" in program]
             why += [last_line(row["failed"]) for row in rows if "failed" in row]
             line["not_measured"] = next(iter(why), "no such row")
-        elif self.reach is not None:
-            line["reached"] = value >= self.reach if self.higher_is_better else value <= self.reach
+        elif self.target is not None:
+            line["reached"] = value >= self.target if self.higher_is_better else value <= self.target
         if value is not None and self.share is not None:
             line["share_of_card"] = self.share(good)
         if value is not None and any(program.get("disturbed") for program in taken):
@@ -114,11 +114,11 @@ def farther(mode: str) -> Callable[[list[Row]], float | None]:
 
 
 def trained(
-    work: str, program: str, text: str, *, reach: int | None = None, hope: int | None = None
+    work: str, program: str, text: str, *, target: int | None = None, stretch_target: int | None = None
 ) -> Figure:
     read, share = (of(key, work=work) for key in ("tokens_per_second", "share_of_card"))
     published = WORKS[work].tokens_per_second
-    return Figure(text, program, read, "tokens/s", published, reach, hope, share=share)
+    return Figure(text, program, read, "tokens/s", published, target, stretch_target, share=share)
 
 
 def memory(text: str, program: str, key: str) -> Figure:
@@ -127,9 +127,13 @@ def memory(text: str, program: str, key: str) -> Figure:
     return Figure(text, program, read, "GB", published, published, None, False)
 
 
-def decoded(text: str, *, published: float | None, reach: float, hope: float, **wanted: Any) -> Figure:
+def decoded(
+    text: str, *, published: float | None, target: float, stretch_target: float, **wanted: Any
+) -> Figure:
     program = "decoding_mamba2" if wanted["model"].startswith("mamba2") else "decoding_llama"
-    return Figure(text, program, of("ms", **wanted), "ms per iteration", published, reach, hope, False)
+    return Figure(
+        text, program, of("ms", **wanted), "ms per iteration", published, target, stretch_target, False
+    )
 
 
 FLOAT32 = ["bfloat16", "float32"]  # the state types in decoding.py's rows: convolution state, h
@@ -137,13 +141,13 @@ TRAINING = ("llama_1.3b", "llama_130m", "mamba2_1.3b", "mamba2_130m", "state_tra
 TRACKED = WORKS["state_tracking"].tokens_per_second
 FIGURES = [
     trained("llama_1.3b_bounded", "llama_1.3b", "llama 1.3B (4+1), 4 x 2048",
-            reach=18_000, hope=24_000),
+            target=18_000, stretch_target=24_000),
     trained("llama_130m_bounded", "llama_130m", "llama 130M (4+1), 8 x 2048",
-            reach=180_000, hope=240_000),
+            target=180_000, stretch_target=240_000),
     trained("mamba2_1.3b_bounded", "mamba2_1.3b", "mamba2 1.3B (4+1), 4 x 2048",
-            reach=15_500, hope=21_000),
+            target=15_500, stretch_target=21_000),
     trained("mamba2_130m_bounded", "mamba2_130m", "mamba2 130M (4+1), 8 x 2048",
-            reach=110_000, hope=160_000),
+            target=110_000, stretch_target=160_000),
     trained("llama_130m_free", "llama_130m", "llama 130M (32+4) at 13 iterations, 8 x 2048"),
     Figure("FLOP/s of the free phase relative to (4+1), llama 130M", "llama_130m",
            of_bounded("llama_130m"), "times", None, 0.9),
@@ -151,19 +155,19 @@ FIGURES = [
     Figure("FLOP/s of the free phase relative to (4+1), mamba2 130M", "mamba2_130m",
            of_bounded("mamba2_130m"), "times", None, 0.9),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
-            reach=3 * TRACKED, hope=5 * TRACKED),
-    decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
+            target=3 * TRACKED, stretch_target=5 * TRACKED),
+    decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, target=3, stretch_target=1.4,
             model="mamba2_1.3b", rows=1, state_types=FLOAT32),
-    decoded("decoding llama 1.3B, batch 1", published=52.2, reach=3, hope=1.4,
+    decoded("decoding llama 1.3B, batch 1", published=52.2, target=3, stretch_target=1.4,
             model="llama_1.3b", rows=1, state="bfloat16"),
-    decoded("decoding mamba2 1.3B, 64 rows at context 512, h in float32", published=None, reach=5, hope=3,
-            model="mamba2_1.3b", rows=64, state_types=FLOAT32),
-    decoded("decoding mamba2 1.3B, 64 rows, h in bfloat16", published=None, reach=5, hope=3,
+    decoded("decoding mamba2 1.3B, 64 rows at context 512, h in float32", published=None,
+            target=5, stretch_target=3, model="mamba2_1.3b", rows=64, state_types=FLOAT32),
+    decoded("decoding mamba2 1.3B, 64 rows, h in bfloat16", published=None, target=5, stretch_target=3,
             model="mamba2_1.3b", rows=64, state_types=["bfloat16"]),
     decoded("decoding llama 1.3B, 64 rows at context 512, keys and values in bfloat16", published=None,
-            reach=5, hope=3, model="llama_1.3b", rows=64, state="bfloat16"),
-    decoded("decoding llama 1.3B, 64 rows, keys and values in 8 bits", published=None, reach=5, hope=3,
-            model="llama_1.3b", rows=64, state="int8"),
+            target=5, stretch_target=3, model="llama_1.3b", rows=64, state="bfloat16"),
+    decoded("decoding llama 1.3B, 64 rows, keys and values in 8 bits", published=None,
+            target=5, stretch_target=3, model="llama_1.3b", rows=64, state="int8"),
     Figure("overhead of the search loop over the bare map, llama 130M, 8 x 2048", "driver",
            worst("overhead_sequence_percent", "overhead_prefix_percent", model="llama_130m"),
            "%", None, 2, None, False),
@@ -185,7 +189,7 @@ FIGURES = [
     ),
     *(
         Figure(f"memory reserved by the trainer, {family} 1.3B (free phase), 4 x 2048, step checkpointing",
-               f"zoo_{family}_1.3b", of("held_gb", spec=f"{family}_1.3b", phase="free"),
+               f"zoo_{family}_1.3b", of("reserved_gb", spec=f"{family}_1.3b", phase="free"),
                "GB", None, 75, None, False)
         for family in ("llama", "mamba2")
     ),
@@ -253,8 +257,8 @@ def table(result: Row) -> str:
             row["unit"],
             shown(row["published"]),
             here,
-            shown(row["reach"]),
-            shown(row["hope"]),
+            shown(row["target"]),
+            shown(row["stretch_target"]),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
@@ -281,7 +285,7 @@ def zoo_table(result: Row) -> str:
             f"{row['iterations']:.1f}",
             shown(row["tokens_per_second"]),
             published,
-            *(shown(row[key]) for key in ("allocated_gb", "held_gb", "published_gb")),
+            *(shown(row[key]) for key in ("allocated_gb", "reserved_gb", "published_gb")),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

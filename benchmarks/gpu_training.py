@@ -134,7 +134,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "times_published": round(rate / published, 2),
         "iterations": None if taken is None else round(taken, 1),
         "published_iterations": work.iterations,
-        "gflop_a_token": None if flops is None else round(flops / 1e9, 3),
+        "gflop_per_token": None if flops is None else round(flops / 1e9, 3),
         "share_of_card": None if flops is None else round(rate * flops / CARD, 6),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1)
         if on_gpu

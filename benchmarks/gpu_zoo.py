@@ -194,7 +194,7 @@ def phase_row(
         "iterations": median("iterations", 1),
         "published_iterations": published and published.iterations,
         "tflops": median("tflops", 1),
-        "held_gb": most("memory_gb"),
+        "reserved_gb": most("memory_gb"),
         "allocated_gb": most("memory_allocated_gb"),
         "published_gb": published and published.peak_gb,
         "loss": median("loss", 3),

@@ -171,11 +171,11 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
     seconds = statistics.median(times[WARM_UP:])
     tokens = sequences * arguments.length
     row = {
-        "tokens_a_gpu": tokens,
+        "tokens_per_gpu": tokens,
         "iterations": None if result is None or result.search is None else result.search.iterations,
         "first_step_seconds": round(times[0], 2),
         "step_seconds": round(seconds, 5),
-        "tokens_per_second_a_gpu": round(tokens / seconds, 1),
+        "tokens_per_second_per_gpu": round(tokens / seconds, 1),
         "tokens_per_second": round(ranks.world_size * tokens / seconds, 1),
     }
     if on_cuda:
@@ -214,11 +214,11 @@ def covered(spans: list[tuple[float, float]]) -> float:
 def with_efficiency(rows: list[dict[str, Any]]) -> None:
     """Add the scaling efficiency to each row, if one GPU was measured."""
     alone = {
-        row["spec"]: row["tokens_per_second_a_gpu"] for row in rows if row["gpus"] == 1 and "spec" in row
+        row["spec"]: row["tokens_per_second_per_gpu"] for row in rows if row["gpus"] == 1 and "spec" in row
     }
     for row in rows:
-        if "tokens_per_second_a_gpu" in row and row["spec"] in alone:
-            row["efficiency"] = round(row["tokens_per_second_a_gpu"] / alone[row["spec"]], 4)
+        if "tokens_per_second_per_gpu" in row and row["spec"] in alone:
+            row["efficiency"] = round(row["tokens_per_second_per_gpu"] / alone[row["spec"]], 4)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -230,7 +230,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             continue
         kept = f"{row['efficiency']:.1%}" if "efficiency" in row else ""
         print(
-            f"{row['spec']:<24}{row['layout']:<8}{row['gpus']:>5}{row['tokens_per_second_a_gpu']:>16,.0f}"
+            f"{row['spec']:<24}{row['layout']:<8}{row['gpus']:>5}{row['tokens_per_second_per_gpu']:>16,.0f}"
             f"{row['tokens_per_second']:>12,.0f}{kept:>8}{row.get('peak_gb', ''):>7}"
         )
 

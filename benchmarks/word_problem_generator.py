@@ -68,7 +68,7 @@ def measure(*, length: int, p: float, seconds: float) -> list[dict[str, object]]
                 "problem": name,
                 "draw_order": order,
                 "call": what,
-                "sequences_a_call": n,
+                "sequences_per_call": n,
                 "sequences_per_second": figures,
             }
         )

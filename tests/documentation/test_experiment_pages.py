@@ -403,7 +403,7 @@ def test_duality_table() -> None:
             assert near(part, [row["lengths"][0]["perplexity"] for row in runs]), which
 
 
-def way_of(label: str) -> str:
+def config_of(label: str) -> str:
     """Return the name in the results of the search configuration in a row of a page."""
     label = re.sub(r" \(.*\)$", "", label)
     label = "damping 0.8, token by token, warm" if label == "token by token, warm start" else label
@@ -454,6 +454,6 @@ def test_solvers_tables(head: str, columns: list[tuple[str, str, str]]) -> None:
             rows = [
                 row[key] * (100 if key == "converged" else 1)
                 for row in of_model["rows"]
-                if (row["way"], row["scope"], row["tolerance"]) == (way_of(label), scope, 1e-3)
+                if (row["config"], row["scope"], row["tolerance"]) == (config_of(label), scope, 1e-3)
             ]
             assert near(cell, rows) if rows else not cell, (label, model, scope, key)

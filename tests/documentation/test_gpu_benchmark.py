@@ -56,8 +56,8 @@ def gpu(monkeypatch, tmp_path):
     table = loaded.gpu_table
     figure = {"read": table.of("speed", model="llama_130m"), "unit": "tokens/s"}
     figures = [
-        table.Figure("a x b", "works", published=3.0, reach=5.0, **figure),
-        table.Figure("slower", "works", reach=5.0, higher_is_better=False, **figure),
+        table.Figure("a x b", "works", published=3.0, target=5.0, **figure),
+        table.Figure("slower", "works", target=5.0, higher_is_better=False, **figure),
         table.Figure("broken", "fails", **figure),
         table.Figure("stuck", "hangs", **figure),
         table.Figure("both", ("works", "fails"), **figure),
@@ -206,7 +206,7 @@ def test_a_missing_or_incomplete_nvidia_smi_is_accepted(monkeypatch, tmp_path):
 
 def test_the_table_has_the_utilization_of_training(gpu):
     work = "llama_130m_bounded"
-    figure = gpu.gpu_table.trained(work, "works", "llama", reach=9, hope=12)
+    figure = gpu.gpu_table.trained(work, "works", "llama", target=9, stretch_target=12)
     row = {"work": work, "tokens_per_second": 7, "share_of_card": 0.444}
     line = figure.row({"works": {"rows": [row]}})
     assert (
@@ -235,7 +235,7 @@ def test_the_steps_of_the_trainer_have_a_separate_table(gpu):
     row = {"spec": "llama_1.3b", "phase": "free", "searches": "32+4", "rows": 4, "length": 2048}
     row |= {"checkpoint_activations": "steps", "tokens_per_second": 9169, "iterations": 3.04}
     row |= {"published_tokens_per_second": None, "published_iterations": None, "published_gb": None}
-    row |= {"held_gb": 61.5, "allocated_gb": 44.0}
+    row |= {"reserved_gb": 61.5, "allocated_gb": 44.0}
     result = {"machine": {"date": "2026-01-02", "python": "3.12"}, "command": "c", "rows": []}
     result["zoo"] = [row, {"spec": "mamba2_1.3b", "phase": "free", "failed": "too few steps"}]
     message = gpu.gpu_table.quoted_tables(result).splitlines()

@@ -361,7 +361,7 @@ def test_tables_of_one_gpu():
 def test_scaling_table_of_several_gpus():
     before = results("scaling_llama")["rows"]
     for host, row in ((run.get("host"), row) for run in results("scaling")["runs"] for row in run["rows"]):
-        speeds = (thousands(round(row[key])) for key in ("tokens_per_second", "tokens_per_second_a_gpu"))
+        speeds = (thousands(round(row[key])) for key in ("tokens_per_second", "tokens_per_second_per_gpu"))
         kept = "" if row["gpus"] == 1 else f"{row['efficiency']:.1%} ".replace("%", " %")
         what = [f"`{row['spec'].removesuffix('_bounded')}`"]
         what += [row["layout"]] * (row["gpus"] > 1) + ["captured"] * row.get("graphs", False)
@@ -424,7 +424,7 @@ def test_demo_table():
 
 def test_word_problems_generated_per_second():
     for row in results("word_problem_generator")["results"]:
-        if row["call"] == "sample int64" and row["sequences_a_call"] == 512 and row["draw_order"] == "fast":
+        if row["call"] == "sample int64" and row["sequences_per_call"] == 512 and row["draw_order"] == "fast":
             rate = round(row["sequences_per_second"]["median"], -3)
             assert f"{row['problem'].replace(' x EABX', ' × monoid')} {thousands(rate)}" in NOTES, row  # noqa: RUF001  # as the notes have it
 
