@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,16 @@ def test_weights_alone_start_a_new_run(bounded: Path, small: Small, tmp_path: Pa
     assert not run.loop.optimizer.state
     assert run.loop.progress.samples == run.loop.progress.step == 0
     assert load_spec(tmp_path / "run" / "spec.yaml").training.init_from.path == str(bounded)
+
+
+def test_weights_of_a_run_are_read_without_transformers(
+    bounded: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("folders", "pretrained"):
+        monkeypatch.setitem(sys.modules, f"implicit_blocks.hf.{name}", None)
+    run = build(small(starting(bounded)), output=tmp_path / "run", device="cpu")
+    assert manifest(tmp_path / "run")["started_from"]["form"] == "checkpoint"
+    run.folder.release()
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "export", "plain", "file"])

@@ -194,8 +194,6 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     """
     from implicit_blocks.checkpoints.folder import check_tensors, read_file
     from implicit_blocks.checkpoints.weights import empty_state
-    from implicit_blocks.hf.folders import read_pretrained
-    from implicit_blocks.hf.pretrained import as_start
     from trainer.checkpoint.load import read_model_tensors
 
     theirs = origin.model
@@ -205,6 +203,8 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
                 f"training.init_from: a model of kind {ours.kind!r} can't load a pretrained folder of "
                 "transformers; use model.kind=transformers with model.folder"
             )
+        from implicit_blocks.hf.folders import read_pretrained  # imports transformers
+
         found = read_pretrained(origin.path)
         theirs, tensors = found.spec, found.state
         require_fitting(theirs, ours, path=origin.path)
@@ -216,6 +216,8 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
         check_tensors(tensors, empty_state(theirs), what=str(origin.path))
         core = core_of(ours)
         if core is None or theirs.prelude or theirs.coda:
+            from implicit_blocks.hf.pretrained import as_start  # imports transformers
+
             _, tensors = as_start(theirs, tensors, weight_norm=ours.weight_norm)
         else:
             _, tensors = retrofit(theirs, tensors, *core, gate_init=_gate_init(ours))
