@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = {
         "mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8},
         "gradient": {"kind": "phantom", "steps": 1, "damping": 0.8},
         "stopping": {"tolerance": 0.05, "max_iterations": 4},
-        "at_evaluation": {"stopping": {"max_iterations": 16}},
+        "at_evaluation": {"stopping": {"max_iterations": 6}},
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {

@@ -15,14 +15,7 @@ import pytest
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 PATIENCE_SECONDS = 300.0
-PRELOADED = [
-    "trainer.run.build",
-    "trainer.data.word_problem",
-    "implicit_blocks.models.implicit",
-    "implicit_blocks.mixers",
-    "implicit_blocks.gradients",
-    "implicit_blocks.solvers",
-]
+PRELOADED = ["tests.trainer.distributed.preloaded"]
 
 
 def _free_port() -> int:

@@ -308,8 +308,12 @@ def export_plainly(ranks: Ranks, spec: dict[str, Any], folder: str) -> Any:
     build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks).train()
 
 
-def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
-    """Save three times with copies that are kept, as on a GPU, and load in another order."""
+def save_kept_copies(ranks: Ranks, kinds: list[str], folder: str) -> Any:
+    """Save three times with copies that are kept, as on a GPU, and load in another order, in each layout."""
+    return {kind: _save_kept_copies(ranks, kind, f"{folder}/{kind}") for kind in kinds}
+
+
+def _save_kept_copies(ranks: Ranks, kind: str, folder: str) -> tuple[list[bool], list[int]]:
     from implicit_blocks import registry
     from implicit_blocks.specs import load_spec
     from trainer.checkpoint import staging as checkpoint_staging
@@ -356,12 +360,16 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     return same, sizes
 
 
-def evaluate_tasks(ranks: Ranks, arguments: list[str]) -> Any:
+def evaluate_tasks(ranks: Ranks, requests: list[list[str]]) -> Any:
+    """Return the exit code of each request, and how often this process announces files."""
     from trainer.evaluation.command import main as evaluate
 
-    printed = io.StringIO()
-    with mock.patch("trainer.distributed.leave"), redirect_stdout(printed):  # the scenario leaves
-        return evaluate(arguments), printed.getvalue().count("written:")
+    found = []
+    for arguments in requests:
+        printed = io.StringIO()
+        with mock.patch("trainer.distributed.leave"), redirect_stdout(printed):  # the scenario leaves
+            found.append((evaluate(arguments), printed.getvalue().count("written:")))
+    return found
 
 
 def talk(ranks: Ranks) -> Any:

@@ -23,6 +23,7 @@ CHANGES = {
     "training.schedule": {"kind": "constant"},
     "training.optimizer.learning_rate": 2e-2,
     "evaluation.lengths": [12],
+    "model.at_evaluation.stopping.max_iterations": 4,
 }
 LAYOUTS: dict[str, Any] = {
     "ddp": {"kind": "ddp"},

@@ -79,12 +79,14 @@ def test_unlockable_pages_are_logged_and_used(
     assert "CUDA error 2" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-def test_each_rank_writes_its_share_of_any_layout(processes: Any, tmp_path: Path, kind: str) -> None:
-    for same, sizes in processes("save_kept_copies", kind=kind, folder=str(tmp_path / "checkpoints")):
-        assert same == [True, True, True]
-        assert len(sizes) == 2
-        assert max(sizes) < 1.3 * min(sizes)
+def test_each_rank_writes_its_share_of_any_layout(processes: Any, tmp_path: Path) -> None:
+    kinds = ["ddp", "fsdp", "hsdp"]
+    for found in processes("save_kept_copies", kinds=kinds, folder=str(tmp_path)):
+        assert list(found) == kinds
+        for kind, (same, sizes) in found.items():
+            assert same == [True, True, True], kind
+            assert len(sizes) == 2, kind
+            assert max(sizes) < 1.3 * min(sizes), kind
 
 
 def test_the_duration_of_saves_is_recorded(small: Callable[..., Any], tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.distributed import scenarios
+
 SPEC: dict[str, Any] = {
     "model": {
         "kind": "implicit_lm",
@@ -23,7 +25,7 @@ SPEC: dict[str, Any] = {
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {
-        "max_steps": 4,
+        "max_steps": 3,
         "batch_size": 8,
         # One micro-batch a step on every rank: each draws its own number of loops, equal on all ranks.
         "micro_batch_size": None,
@@ -71,8 +73,7 @@ def spec_of(model: dict[str, Any], distributed: dict[str, Any]) -> Any:
     ],
 )
 def test_losses_are_those_of_one_process(model: dict[str, Any], processes: Any, tmp_path: Path) -> None:
-    single = {"single": spec_of(model, {})}
-    expected = processes("train_each", world_size=1, runs=single, folder=str(tmp_path / "one"))[0]["single"]
+    expected = scenarios.train(spec_of(model, {}), str(tmp_path / "one"))
     runs = {name: spec_of(model, layout) for name, layout in LAYOUTS.items()}
     found = processes("train_each", runs=runs, folder=str(tmp_path / "two"))[0]
     for name in LAYOUTS:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.distributed import scenarios
+
 SPEC: dict[str, Any] = {
     "model": {
         "kind": "implicit_lm",
         "d_model": 16,
         "n_layers": 1,
         "mixer": {"kind": "attention", "n_heads": 2},
-        "stopping": {"tolerance": 0.04, "max_iterations": 12},
-        "at_evaluation": {"stopping": {"max_iterations": 16, "tolerance": 0.05}},
+        "stopping": {"tolerance": 0.04, "max_iterations": 8},
+        "at_evaluation": {"stopping": {"max_iterations": 4, "tolerance": 0.05}},
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {
@@ -38,8 +40,8 @@ def varied(**training: Any) -> dict[str, Any]:
 
 def test_losses_are_those_of_one_process(processes: Any, tmp_path: Path) -> None:
     start = {"path": str(tmp_path / "1-first"), "optimizer": True, "position": True}
-    runs = {"1-first": varied(max_steps=3), "2-next": varied(init_from=start)}
-    rows = processes("train_each", world_size=1, runs=runs, folder=str(tmp_path))[0]["2-next"]["rows"]
+    scenarios.train(varied(max_steps=3), start["path"])
+    rows = scenarios.train(varied(init_from=start), str(tmp_path / "2-next"))["rows"]
     assert [row["samples"] for row in rows] == [24, 28, 40, 52, 64]  # 20 before it
     assert [row["tokens"] for row in rows] == [48, 96, 240, 384, 528]
 

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": False,
     },
 }
+STEPS = 8
 SPEC: dict[str, Any] = {
     "model": {
         "kind": "implicit_lm",
@@ -43,7 +44,7 @@ SPEC: dict[str, Any] = {
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 8},
     "training": {
-        "max_steps": 20,
+        "max_steps": STEPS,
         "batch_size": 4,
         "max_grad_norm": 0.25,
         "optimizer": {"kind": "adamw", "learning_rate": 2e-3},
@@ -76,7 +77,7 @@ def assert_equal_rows(rows: list[dict[str, Any]], expected: list[dict[str, Any]]
             assert row[name] == pytest.approx(other[name], abs=1e-5), (row["step"], name)
 
 
-def stored(folder: Path, *, step: int = 20) -> dict[str, torch.Tensor]:
+def stored(folder: Path, *, step: int = STEPS) -> dict[str, torch.Tensor]:
     return read_whole_tensors(folder / "checkpoints" / f"step-{step:08d}")
 
 

@@ -61,18 +61,13 @@ def test_two_processes_write_the_results_of_one(
     arguments: list[str], processes: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     assert evaluate([*arguments, str(tmp_path / "one")]) == 0
-    ended = processes("evaluate_tasks", arguments=[*arguments, str(tmp_path / "two")])
-    assert ended == [(0, 1), (0, 0)]  # exit codes, and who announces the files
+    wrong = [*arguments, str(tmp_path / "out"), "--tolerance", "-1"]
+    ended = processes("evaluate_tasks", requests=[[*arguments, str(tmp_path / "two")], wrong])
+    # Exit codes, and who announces the files; a request that cannot be carried out ends all processes.
+    assert ended == [[(0, 1), (2, 0)], [(0, 0), (2, 0)]]
+    assert not (tmp_path / "out").exists()
     found, expected = without_times(tmp_path / "two"), without_times(tmp_path / "one")
     assert found == expected
     tasks = found[0]["results"][0]["tasks"]
     assert tasks["piqa"]["items"] == tasks["continued"]["items"] == 7
     assert tasks["piqa"]["search"]["sequences"] == 14
-
-
-def test_a_request_that_cannot_be_carried_out_ends_all_processes(
-    arguments: list[str], processes: Callable[..., list[Any]], tmp_path: Path
-) -> None:
-    wrong = [*arguments, str(tmp_path / "out"), "--tolerance", "-1"]
-    assert processes("evaluate_tasks", arguments=wrong) == [(2, 0), (2, 0)]
-    assert not (tmp_path / "out").exists()

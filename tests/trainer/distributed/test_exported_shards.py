@@ -22,7 +22,7 @@ def test_divided_weights_are_gathered_for_export(
     distributed: dict[str, Any], small: Small, tmp_path: Path, processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
-    changes = {"training.max_steps": 2, "training.export_every": 2}
+    changes = {"training.max_steps": 2, "training.export_every": 2, "evaluation.lengths": [12]}
     build(small(changes), output=tmp_path / "one", device="cpu").train()
     spec = small({**changes, "training.distributed": distributed}).model_dump(mode="json")
     processes("export_plainly", spec=spec, folder=str(tmp_path / "two"))

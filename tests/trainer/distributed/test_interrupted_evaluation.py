@@ -18,6 +18,7 @@ CHANGES = {
     "training.checkpoint_every": 4,
     "evaluation.sequences": 6,
     "evaluation.batch_size": 1,
+    "model.at_evaluation.stopping.max_iterations": 3,
 }
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.reporting.metrics import read_metrics
-from trainer.run.build import build
-from trainer.specs.run import RunSpec
+from tests.trainer.distributed import scenarios
 
 MAMBA2 = {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}}
 LLAMA = {
@@ -27,12 +25,12 @@ SPEC: dict[str, Any] = {
         "n_layers": 2,
         "gradient": {"kind": "phantom", "steps": 2, "damping": 0.8},
         # Some rows are done after a few iterations, some never: ranks iterate unequally often.
-        "stopping": {"tolerance": 0.07, "max_iterations": 14},
+        "stopping": {"tolerance": 0.07, "max_iterations": 10},
         "at_evaluation": {"stopping": {"max_iterations": 8, "tolerance": 0.05}},
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {
-        "max_steps": 6,
+        "max_steps": 2,
         "batch_size": 8,
         "micro_batch_size": 2,
         "max_grad_norm": 0.25,
@@ -43,13 +41,13 @@ SPEC: dict[str, Any] = {
     "phases": [
         {
             "name": "bounded",
-            "until": 0.4,
+            "until": 1,
             "model": {"gradient": {"steps": 1}, "stopping": {"max_iterations": 4}},
         },
         {"name": "free", "training": {"optimizer": {"learning_rate": 1e-3}}},
     ],
-    # 7 sequences: the ranks' shares of an evaluation differ
-    "evaluation": {"lengths": [12], "identity_probabilities": [0.5], "sequences": 7, "batch_size": 2},
+    # 5 sequences: the ranks' shares of an evaluation differ
+    "evaluation": {"lengths": [12], "identity_probabilities": [0.5], "sequences": 5, "batch_size": 2},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -84,13 +82,7 @@ def assert_equal_rows(rows: list[dict[str, Any]], expected: list[dict[str, Any]]
 def trained(request: Any, processes: Any, tmp_path_factory: Any) -> Any:
     """Return a model's run on one process, and on two in each layout."""
     model, folder = MODELS[request.param], tmp_path_factory.mktemp("layouts")
-    single = folder / "single"
-    run = build(RunSpec.model_validate(spec_of(model)), output=single, device="cpu")
-    run.train()
-    expected = {
-        "rows": list(read_metrics(single / "metrics.jsonl")),
-        "evaluations": list(read_metrics(single / "evaluations.jsonl")),
-    }
+    expected = scenarios.train(spec_of(model), str(folder / "single"))
     specs = {name: spec_of(model, distributed=layout) for name, layout in LAYOUTS.items()}
     specs["checkpointed"] = spec_of(model, distributed={"kind": "fsdp"}, checkpoint_activations="layers")
     specs["checkpointed_by_layer"] = spec_of(
@@ -142,15 +134,12 @@ def test_ranks_stop_independently_unless_the_loop_communicates(trained: Any) -> 
 
 
 def test_groups_of_ranks_that_share_the_state(processes: Any, tmp_path: Path) -> None:
-    specs = {
-        "single": spec_of(LLAMA, micro_batch_size=None, max_steps=3),
-        "hsdp": spec_of(
-            LLAMA, distributed={"kind": "hsdp", "shard_size": 2}, micro_batch_size=None, max_steps=3
-        ),
-    }
-    alone = {"single": specs.pop("single")}
-    single = processes("train_each", world_size=1, runs=alone, folder=str(tmp_path))[0]["single"]
-    four = processes("train_each", world_size=4, runs=specs, folder=str(tmp_path))
+    def spec(**distributed: Any) -> Any:
+        return spec_of(LLAMA, distributed=distributed, micro_batch_size=None, max_steps=2)
+
+    single = scenarios.train(spec(), str(tmp_path / "single"))
+    runs = {"hsdp": spec(kind="hsdp", shard_size=2)}
+    four = processes("train_each", world_size=4, runs=runs, folder=str(tmp_path))
     assert_equal_rows(four[0]["hsdp"]["rows"], single["rows"])
     first, second, third, fourth = (rank["hsdp"]["shards"] for rank in four)
     assert first == third
@@ -163,13 +152,11 @@ def test_the_loss_is_the_mean_over_the_labels_of_all_ranks(processes: Any, tmp_p
     for kind in ("ddp", "fsdp"):
         for size in (None, 1, 2):  # 2: micro-batches of 2 and of 1 sequence
             spec = spec_of(
-                MAMBA2, distributed={"kind": kind}, micro_batch_size=size, batch_size=6, max_steps=3
+                MAMBA2, distributed={"kind": kind}, micro_batch_size=size, batch_size=6, max_steps=2
             )
             spec["evaluation"]["sequences"] = 2
             runs[f"{kind}_{size}"] = spec
-    alone = {"single": runs["ddp_None"]}
-    single = processes("train_each", world_size=1, runs=alone, folder=str(tmp_path), hide=True)
-    expected = single[0]["single"]["rows"]
+    expected = scenarios.train(runs["ddp_None"], str(tmp_path / "single"), hide=True)["rows"]
     found = processes("train_each", runs=runs, folder=str(tmp_path), hide=True)[0]
     for name in runs:
         assert losses(found[name]["rows"]) == pytest.approx(losses(expected), abs=1e-6)
@@ -180,26 +167,27 @@ def test_weights_are_gathered_once_per_step(processes: Any, tmp_path: Path) -> N
     def fixed(iterations: int, unit: str, **training: Any) -> Any:
         spec = spec_of(LLAMA, distributed={"kind": "fsdp", "unit": unit}, max_steps=2, **training)
         spec["model"]["stopping"] = {"tolerance": 0.0, "max_iterations": iterations}
-        spec["model"]["gradient"] = {"kind": "phantom", "steps": 4}
+        spec["model"]["gradient"] = {"kind": "phantom", "steps": 2}
         spec.pop("phases")
+        spec["evaluation"]["sequences"] = 2
         return spec
 
     counts = processes(
         "count_gathers",
         runs={
             "model_2": fixed(2, "model"),
-            "model_16": fixed(16, "model"),
-            "model_16_in_one": fixed(16, "model", micro_batch_size=None),
+            "model_6": fixed(6, "model"),
+            "model_6_in_one": fixed(6, "model", micro_batch_size=None),
             "layer_2": fixed(2, "layer", micro_batch_size=None),
-            "layer_16": fixed(16, "layer", micro_batch_size=None),
+            "layer_6": fixed(6, "layer", micro_batch_size=None),
         },
         folder=str(tmp_path),
     )[0]
     # One gather before the forward pass and one reduction after the backward pass, micro-batches or not.
-    assert counts["model_2"] == counts["model_16"] == counts["model_16_in_one"] == [(1, 1)] * 2
-    # Layer by layer they grow with the iterations: two layers, fourteen iterations more.
-    (few, _), (many, _) = counts["layer_2"][0], counts["layer_16"][0]
-    assert many - few == 2 * 14
+    assert counts["model_2"] == counts["model_6"] == counts["model_6_in_one"] == [(1, 1)] * 2
+    # Layer by layer they grow with the iterations: two layers, four iterations more.
+    (few, _), (many, _) = counts["layer_2"][0], counts["layer_6"][0]
+    assert many - few == 2 * 4
 
 
 def test_communication_randomness_and_memory_of_a_layout(processes: Any, tmp_path: Path) -> None:
@@ -217,14 +205,14 @@ def test_communication_randomness_and_memory_of_a_layout(processes: Any, tmp_pat
 
 
 def test_each_rank_solves_an_exact_gradient_independently(processes: Any, tmp_path: Path) -> None:
-    spec = spec_of(MAMBA2, max_steps=3)
+    spec = spec_of(MAMBA2, max_steps=2)
     spec.pop("phases")
     spec["model"]["gradient"] = {
         "kind": "implicit_function",
         "stopping": {"tolerance": 1e-3, "max_iterations": 20},
     }
     runs = {"ddp": spec, "fsdp": spec | {"training": spec["training"] | {"distributed": {"kind": "fsdp"}}}}
-    single = processes("train_each", world_size=1, runs={"one": spec}, folder=str(tmp_path))
+    single = scenarios.train(spec, str(tmp_path / "one"))
     two = processes("train_each", runs=runs, folder=str(tmp_path))
     for layout in runs:
-        assert_equal_rows(two[0][layout]["rows"], single[0]["one"]["rows"])
+        assert_equal_rows(two[0][layout]["rows"], single["rows"])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.distributed import scenarios
+
 LAYOUTS = {
     "ddp": {"kind": "ddp"},
     "fsdp": {"kind": "fsdp"},
@@ -23,7 +25,10 @@ def each(small: Any, processes: Any, tmp_path: Path) -> Any:
         runs = {
             name: plain | {"training": plain["training"] | {"distributed": LAYOUTS[name]}} for name in layouts
         }
-        single = processes(scenario, world_size=1, runs={"one": plain}, folder=str(tmp_path))[0]["one"]
+        if scenario == "train_each":
+            single = scenarios.train(plain, str(tmp_path / "one"))
+        else:
+            single = processes(scenario, world_size=1, runs={"one": plain}, folder=str(tmp_path))[0]["one"]
         return single, processes(scenario, runs=runs, folder=str(tmp_path))[0]
 
     return train

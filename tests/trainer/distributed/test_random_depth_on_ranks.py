@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,17 +49,6 @@ def spec_of(layout: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return spec
 
 
-def test_layouts_agree_on_loops_per_sequence(processes: Any, tmp_path: Path) -> None:
-    runs = {name: spec_of(layout) for name, layout in LAYOUTS.items()}
-    found = processes("train_each", runs=runs, folder=str(tmp_path))[0]
-    assert isinstance(found, dict), found
-    for name in LAYOUTS:
-        assert len(found[name]["rows"]) == 4
-        for row, other in zip(found[name]["rows"], found["ddp"]["rows"], strict=True):
-            assert row["loss"] == pytest.approx(other["loss"], abs=1e-6), name
-            assert row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4), name
-
-
 UNREAD: dict[str, dict[str, Any]] = {
     "gate": {"objective": {"kind": "last"}},
     "start": {
@@ -78,13 +66,30 @@ UNREAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("unread", UNREAD)
-def test_parameters_that_a_step_does_not_reach_stop_no_layout(
-    unread: str, processes: Any, tmp_path: Path
-) -> None:
-    layouts = {name: layout for name, layout in LAYOUTS.items() if name != "fsdp_by_layer"}
-    runs = {name: spec_of(layout, **UNREAD[unread]) for name, layout in layouts.items()}
-    found = processes("train_each", runs=runs, folder=str(tmp_path))[0]
+@pytest.fixture(scope="module")
+def found(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train every layout and every model with parameters that are not read, all on the same two ranks."""
+    runs = {name: spec_of(layout) for name, layout in LAYOUTS.items()}
+    for unread, changes in UNREAD.items():
+        for name in ("ddp", "fsdp"):
+            spec = runs[f"{unread}_{name}"] = spec_of(LAYOUTS[name], **changes)
+            spec["training"]["max_steps"] = 2
+    found: dict[str, Any] = processes("train_each", runs=runs, folder=str(tmp_path_factory.mktemp("runs")))[0]
     assert isinstance(found, dict), found
-    for row, other in zip(found["fsdp"]["rows"], found["ddp"]["rows"], strict=True):
+    return found
+
+
+def test_layouts_agree_on_loops_per_sequence(found: dict[str, Any]) -> None:
+    for name in LAYOUTS:
+        assert len(found[name]["rows"]) == 4
+        for row, other in zip(found[name]["rows"], found["ddp"]["rows"], strict=True):
+            assert row["loss"] == pytest.approx(other["loss"], abs=1e-6), name
+            assert row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4), name
+
+
+@pytest.mark.parametrize("unread", UNREAD)
+def test_parameters_that_a_step_does_not_reach_stop_no_layout(unread: str, found: dict[str, Any]) -> None:
+    rows, expected = (found[f"{unread}_{name}"]["rows"] for name in ("fsdp", "ddp"))
+    assert len(rows) == 2
+    for row, other in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
