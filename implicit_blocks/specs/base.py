@@ -11,7 +11,12 @@ same way::
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from contextlib import suppress
+from inspect import cleandoc, get_annotations, getsource
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -44,7 +49,6 @@ class Spec(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         ser_json_inf_nan="constants",  # in fields of type Any; null would be a different value
-        use_attribute_docstrings=True,
     )
 
     read_before: ClassVar[tuple[str, ...]] = ()
@@ -79,6 +83,20 @@ class Spec(BaseModel):
         if places:
             return f"unknown key {shown(key)}; did you mean {' or '.join(map(repr, places))}?"
         return f"unknown key {shown(key)}; {did_you_mean(key, known)}"
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Add the docstrings of the fields as descriptions.
+
+        pydantic's `use_attribute_docstrings` reads the sources when a spec is defined, in every process.
+        """
+        json_schema = handler(schema)
+        properties = handler.resolve_ref_schema(json_schema).get("properties", {})
+        for name, text in field_docstrings(cls).items():
+            properties[name].setdefault("description", text)
+        return json_schema
 
     def __init__(self, /, **fields: Any) -> None:
         try:
@@ -122,6 +140,24 @@ class Spec(BaseModel):
         changed = type(self).model_validate({**copied.__dict__, **update})
         changed.__pydantic_fields_set__ = self.model_fields_set | update.keys()
         return changed
+
+
+def field_docstrings(spec: type[Spec]) -> dict[str, str]:
+    """Return the docstring below each field, in the class that annotates it last."""
+    found: dict[str, str] = {}
+    for base in reversed(spec.__mro__):
+        annotated = get_annotations(base).keys() & spec.model_fields.keys()
+        if not annotated:
+            continue
+        found = {name: text for name, text in found.items() if name not in annotated}
+        with suppress(OSError, TypeError):  # a class that was made at run time has no source
+            (node,) = ast.parse(dedent(getsource(base))).body
+            assert isinstance(node, ast.ClassDef)
+            for above, below in pairwise(node.body):
+                match above, below:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        found |= {name: cleandoc(text)} if name in annotated else {}
+    return found
 
 
 _AnySpec = TypeVar("_AnySpec", bound=Spec)
@@ -170,7 +206,7 @@ class ComponentSpec(Spec):
     ) -> JsonSchemaValue:
         """Return one of all kinds registered now, as a separate definition; `kind` is required."""
         if "family" not in cls.__dict__:
-            json_schema = handler(schema)
+            json_schema = super().__get_pydantic_json_schema__(schema, handler)
             handler.resolve_ref_schema(json_schema).setdefault("required", []).insert(0, "kind")
             return json_schema
         generator: GenerateJsonSchema = handler.generate_json_schema  # type: ignore[attr-defined]  # of the subclass
