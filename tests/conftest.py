@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,43 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PythonServer]:
     server = PythonServer(tmp_path_factory.mktemp("python"))
     yield server
     server.close()
+
+
+BUILD = """
+import os, sys
+from setuptools import build_meta
+
+for source in sys.argv[2:]:  # each in its own process, because setuptools keeps state
+    if (child := os.fork()) == 0:
+        os.chdir(source)
+        build_meta.build_wheel(sys.argv[1])
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{source} cannot be built")
+"""
+
+
+@pytest.fixture(scope="session")
+def install_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Path], Path], None]:
+    """Return a function that builds the wheels of source folders and installs them in a directory.
+
+    Building writes into the source folders.
+    """
+
+    def run(*command: object) -> None:
+        words = [sys.executable, *map(str, command)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
+
+    def install(sources: Sequence[Path], site: Path) -> None:
+        wheels = tmp_path_factory.mktemp("wheels")
+        run("-c", BUILD, wheels, *sources)
+        built = sorted(wheels.glob("*.whl"))
+        assert len(built) == len(sources)
+        options = ("--disable-pip-version-check", "--no-deps", "--no-index", "--quiet")
+        run("-m", "pip", "install", *options, "--target", site, *built)
+
+    return install
 
 
 @pytest.fixture

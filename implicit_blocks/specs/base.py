@@ -12,11 +12,11 @@ same way::
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import cache
 from inspect import cleandoc, get_annotations, getsource
 from itertools import pairwise
-from textwrap import dedent
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -150,14 +150,22 @@ def field_docstrings(spec: type[Spec]) -> dict[str, str]:
         if not annotated:
             continue
         found = {name: text for name, text in found.items() if name not in annotated}
-        with suppress(OSError, TypeError):  # a class that was made at run time has no source
-            (node,) = ast.parse(dedent(getsource(base))).body
-            assert isinstance(node, ast.ClassDef)
-            for above, below in pairwise(node.body):
-                match above, below:
-                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                        found |= {name: cleandoc(text)} if name in annotated else {}
+        for above, below in pairwise(_bodies(base.__module__).get(base.__name__, ())):
+            match above, below:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found |= {name: cleandoc(text)} if name in annotated else {}
     return found
+
+
+@cache
+def _bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the statements of every class of a module; a module without source has none."""
+    try:
+        tree = ast.parse(getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {node.name: node.body for node in reversed(classes)}  # outer classes hide inner ones
 
 
 _AnySpec = TypeVar("_AnySpec", bound=Spec)

@@ -6,10 +6,9 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -19,12 +18,21 @@ import implicit_blocks as ib
 ROOT = Path(__file__).resolve().parents[2]
 
 OFFLINE = """
-import socket
+import socket, sys
+from material.plugins.search.plugin import SearchIndex
+
+SearchIndex.add_entry_from_context = lambda self, page: None
+sys.modules |= {"black": None, "ruff.__main__": None}
+
 def refuse(*arguments, **options):
     raise OSError("the build used the network")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 from mkdocs.__main__ import cli
 cli()
+"""
+"""Builds without a network and without the search index, which is not read here.
+
+Signatures are not wrapped, which would start a formatter for each.
 """
 
 
@@ -50,20 +58,17 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory, python: Any) -> Path:
     """Build the documentation with warnings as errors and without a network."""
     for package in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: the extra `docs` brings it")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, "build", "--strict", "--site-dir", str(folder)],
+    done = python.run(
+        ["-c", OFFLINE, "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        environment={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        timeout=300.0,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,7 +112,7 @@ Importing, and reading those tasks, take most of the time.
 """
 
 
-def lm_eval(folders: dict[str, Path], tasks: Path, home: Path) -> None:
+def lm_eval(python: Any, folders: dict[str, Path], tasks: Path, home: Path) -> None:
     """Run the command in a separate process without network; outputs are written beside ``home``."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home)}
     no_network = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
@@ -126,10 +124,12 @@ def lm_eval(folders: dict[str, Path], tasks: Path, home: Path) -> None:
         ]
         for name, folder in folders.items()
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", EACH, json.dumps(commands)],
-        env={**os.environ, **offline, **no_network}, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    done = python.run(
+        ["-c", EACH, json.dumps(commands)],
+        cwd=home.parent,
+        environment={**os.environ, **offline, **no_network},
+        timeout=300.0,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -143,9 +143,9 @@ def logged_in(output: Path) -> dict[str, list[dict[str, Any]]]:
     return logged
 
 
-def test_lm_eval_runs_on_exported_folders(exported, tasks, tmp_path):
+def test_lm_eval_runs_on_exported_folders(exported, tasks, tmp_path, python):
     folders = {family: exported(family, name=family) for family in MIXERS}
-    lm_eval(folders, tasks, tmp_path / "home")
+    lm_eval(python, folders, tasks, tmp_path / "home")
     for family, folder in folders.items():
         assert_right(folder, logged_in(tmp_path / f"of_{family}"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -298,7 +297,7 @@ def test_unknown_tokens_and_labels_are_refused(family, token, tiny_model, ids):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_trust_remote_code_imports_the_package_or_names_the_remedy(installed, tiny_model, tmp_path):
+def test_trust_remote_code_imports_the_package_or_names_the_remedy(installed, tiny_model, tmp_path, python):
     """Runs in a separate process that has not imported the package."""
     tiny_model("mamba2").save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"].keys() == {
@@ -321,9 +320,7 @@ def test_trust_remote_code_imports_the_package_or_names_the_remedy(installed, ti
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": ":".join(sys.path),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False
-    )
+    done = python.run(["-c", program], cwd=tmp_path, environment=environment)
     if installed:
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == "implicit_blocks.hf.modeling ImplicitMamba2ForCausalLM"

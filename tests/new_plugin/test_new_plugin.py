@@ -81,31 +81,32 @@ def test_the_code_passes_ruff_with_names_of_any_length(empty, family, name):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def installed(folder: Path, site: Path) -> dict[str, str]:
-    """Install a plugin's wheel in a directory; return the environment in which programs find it."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    sources = shutil.copytree(folder, site.with_name("sources"))  # building writes into the source folder
-    done = subprocess.run(
-        [*pip, "--no-index", "--no-build-isolation", "--target", site, sources],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory, install_wheels):
+    """Create a plugin of every family, and install them in the directory `site` beside them."""
+    base = tmp_path_factory.mktemp("plugins")
+    names = [f"acme_{family}_thing" for family in FAMILIES]
+    for name, family in zip(names, FAMILIES, strict=True):
+        create_plugin(name, family=family, directory=base / name)
+        shutil.copytree(base / name, base / "sources" / name)  # building writes into the source folder
+    install_wheels([base / "sources" / name for name in names], base / "site")
+    return base
+
+
+def with_plugin(name: str, site: Path) -> dict[str, str]:
+    """Return the environment in which programs find one of the installed plugins."""
     path = os.pathsep.join([str(site), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IMPLICIT_BLOCKS_PLUGINS": "acme_thing"}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IMPLICIT_BLOCKS_PLUGINS": name}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_plugin_passes_its_own_tests(empty, family):
-    folder = create_plugin("acme_thing", family=family)
-    environment = installed(folder, empty / "site")
+def test_the_plugin_passes_its_own_tests(plugins, family):
+    name = f"acme_{family}_thing"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=folder,
-        env=environment,
+        cwd=plugins / name,
+        env=with_plugin(name, plugins / "site"),
         capture_output=True,
         text=True,
         check=False,
@@ -117,19 +118,19 @@ def test_the_plugin_passes_its_own_tests(empty, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_installed_plugin_is_listed_and_trains_from_yaml(empty, family, python):
-    folder = create_plugin("acme_thing", family=family)
-    environment = installed(folder, empty / "site")
+def test_the_installed_plugin_is_listed_and_trains_from_yaml(empty, family, plugins, python):
+    name = f"acme_{family}_thing"
+    environment = with_plugin(name, plugins / "site")
     small = ["training.max_steps=2", "training.batch_size=4", "evaluation.sequences=4"]
     small += ["evaluation.lengths=[32]", "evaluation.batch_size=4"]
     listing = ["-m", "implicit_blocks", "list"]
-    training = ["-m", "trainer", "--spec", "word_problem_s3_acme_thing", "--output", "run", *small]
+    training = ["-m", "trainer", "--spec", f"word_problem_s3_{name}", "--output", "run", *small]
     for arguments in (listing, training):
         done = python.run(arguments, cwd=empty, environment=environment, warnings="error")
         assert done.returncode == 0, done.stderr
         if arguments is listing:
-            row = next(line for line in done.stdout.splitlines() if "acme_thing" in line).split()
-            assert row[:4] == [family, "acme_thing", "implicit-blocks-acme-thing", "0.1.0"]
+            row = next(line for line in done.stdout.splitlines() if name in line).split()
+            assert row[:4] == [family, name, f"implicit-blocks-acme-{family}-thing", "0.1.0"]
     records = [json.loads(line) for line in Path("run", "metrics.jsonl").read_text().splitlines()]
     assert sum("loss" in record for record in records) == 2
 

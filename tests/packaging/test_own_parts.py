@@ -36,11 +36,16 @@ def test_a_user_file_named_like_a_package_does_not_hide_it(name: str, tmp_path: 
         hiding = path if path.suffix == ".py" else path.parent
         assert f"{hiding} " in done.stderr
         assert "python -P -m trainer" in done.stderr
-        done = run(tmp_path, "-P", "-m", "trainer", "--spec", "word_problem_s3", "--dry-run")
-        assert done.returncode == 0, done.stderr
-        assert "word_problem_s3 (implicit_lm)" in done.stdout
     else:
         assert done.stderr == ""
+
+
+def test_the_named_remedy_runs_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("print('mine')\n")
+    (tmp_path / "trainer").mkdir()
+    done = run(tmp_path, "-P", "-m", "trainer", "--spec", "word_problem_s3", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "word_problem_s3 (implicit_lm)" in done.stdout
 
 
 def test_an_imported_module_that_shadows_a_package_is_named(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,12 @@ DISTRIBUTIONS = Path(__file__).with_name("distributions")
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def _pip(*arguments: object, cwd: Path) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-
-
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory, install_wheels: Callable[..., None]) -> Path:
     """Install every distribution of `distributions/` from a wheel; return the directory."""
     base = tmp_path_factory.mktemp("third_parties")
     sources = shutil.copytree(DISTRIBUTIONS, base / "sources")  # building writes into the source folder
-    options = ("--no-deps", "--no-index", "--quiet")
-    _pip(
-        "wheel", *options, "--no-build-isolation", "-w", base / "wheels", *sorted(sources.iterdir()), cwd=base
-    )
-    wheels = sorted((base / "wheels").glob("*.whl"))
-    assert len(wheels) == len(list(sources.iterdir()))
-    _pip("install", *options, "--target", base / "site", *wheels, cwd=base)
+    install_wheels(sorted(sources.iterdir()), base / "site")
     return base / "site"
 
 

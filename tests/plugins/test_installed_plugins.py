@@ -141,15 +141,21 @@ def test_the_library_builds_trains_and_checks_third_party_components(run, spec_f
                 "'acme.relaxed' is not differentiable",
             ],
         ),
-        (["model.mixer.distance=0"], None, ["model.mixer.distance", "0", "greater than 0"]),
+        (
+            ["model.mixer.distance=0", "model.solver.kind=acme.own"],
+            None,
+            [
+                *("model.mixer.distance", "0", "greater than 0"),
+                *("acme.own", "plugin 'acme_clash' could not be used"),
+            ],
+        ),
         (
             [],
             "none",
             ["run.yaml:5", "unknown mixer 'acme.shift'", "IMPLICIT_BLOCKS_PLUGINS disables: acme"],
         ),
-        (["model.solver.kind=acme.own"], None, ["acme.own", "plugin 'acme_clash' could not be used"]),
     ],
-    ids=["undifferentiable", "out-of-range", "disabled", "rejected-plugin"],
+    ids=["undifferentiable", "out-of-range and rejected-plugin", "disabled"],
 )
 def test_invalid_settings_are_reported_without_a_traceback(run, spec_file, changes, plugins, messages):
     done = run(

@@ -242,6 +242,7 @@ def test_a_run_reports_accuracy_per_task(folder, tmp_path):
         build_run(RunSpec.model_validate(small), output=tmp_path / "small", device="cpu")
 
 
+@pytest.mark.slow  # archives of a few stories are read by the tests above
 @pytest.mark.skipif(not REAL.exists(), reason="the bAbI archive is not beside the repository")
 def test_the_real_archive():
     stories = read_stories(REAL)

@@ -80,6 +80,9 @@ def test_a_document_does_not_depend_on_other_documents_in_its_row(
     registry = ib.ImplicitLMSpec if kind == "implicit_lm" else ib.ExplicitLMSpec
     model = ib.build(registry.model_validate(spec)).eval()
     with torch.no_grad():
+        for block in model.backbone.blocks() if kind == "implicit_lm" else ():
+            block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)  # converges in fewer iterations
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(40.0)
         packed = model(batch.inputs, labels=batch.labels, **batch.context())
         total, scored, start = 0.0, 0, 0
         for text in texts:

@@ -67,7 +67,7 @@ def test_log_likelihoods_are_those_of_lm_eval_s_own_backend(
 def test_scores_depend_on_neither_batch_nor_padding(family, small_model, tokenizer, benchmarks):
     model, tasks = small_model(family), asked(("hellaswag", "piqa", "openbookqa", "winogrande"), benchmarks)
     expected = answers(harness(model, tokenizer, batch_size=1), tasks)
-    for size, padding in ((3, "right"), (1, "left"), (16, "left")):
+    for size, padding in ((3, "right"), (16, "left")):  # a batch of one has no padding
         assert_equal(answers(harness(model, tokenizer, batch_size=size, padding=padding), tasks), expected)
 
 

@@ -295,6 +295,7 @@ def test_names_of_the_directory_precede_the_library_s(named_tasks, tmp_path):
         find_specs(["piqa"], data=tmp_path, include_path=tmp_path / "absent")
 
 
+@pytest.mark.slow  # a few items of every file format are read by the tests above
 def test_the_real_files(shared_data):
     counts = dict(zip(KINDS, (5153, 10042, 1838, 2376, 1172, 1267, 500, 3270), strict=True))
     for kind, count in counts.items():

@@ -61,12 +61,12 @@ def trained(tmp_path_factory):
 
 
 def test_both_modes_agree_within_the_tolerance(trained, tmp_path, capsys):
-    arguments = ["--checkpoint", str(trained), "--tolerances", "1e-9", "1e-2", "--sequences", "4", "--double"]
+    arguments = ["--checkpoint", str(trained), "--tolerances", "1e-9", "1e-2", "--sequences", "2", "--double"]
     assert main(["duality", *arguments, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out/duality.json").read_text())
     loose, tight = written["tolerances"]
     assert (loose["tolerance"], tight["tolerance"]) == (1e-2, 1e-9)
-    assert tight["tokens"] == 4 * LENGTH
+    assert tight["tokens"] == 2 * LENGTH
     assert tight["sequential"]["converged"] == tight["simultaneous"]["converged"] == 1.0
     assert tight["logit_distance_max"] < 1e-5 * max(1.0, loose["logit_distance_max"])
     assert tight["equal_tokens"] == 1.0
@@ -77,15 +77,15 @@ def test_both_modes_agree_within_the_tolerance(trained, tmp_path, capsys):
     assert loose["simultaneous"]["distance_to_tightest_mean"] > 0
     for mode in ("sequential", "simultaneous"):
         figures = tight[mode]
-        assert sum(figures["iterations_histogram"]) == 4 * LENGTH
+        assert sum(figures["iterations_histogram"]) == 2 * LENGTH
         assert len(figures["iterations_histogram"]) == figures["iterations_max"] + 1
         assert len(figures["iterations_by_position"]) == LENGTH
         assert figures["iterations_mean"] > loose[mode]["iterations_mean"]
     kinds = written["by_token"]
     assert {one["token"] for one in kinds} == {0, 1}
-    assert sum(one["count"] for one in kinds) == 4 * LENGTH
+    assert sum(one["count"] for one in kinds) == 2 * LENGTH
     assert sum(one["count"] * one["iterations_mean"] for one in kinds) == pytest.approx(
-        4 * LENGTH * tight["sequential"]["iterations_mean"]
+        2 * LENGTH * tight["sequential"]["iterations_mean"]
     )
     assert kinds[0]["iterations_mean"] >= kinds[1]["iterations_mean"]
     assert (tmp_path / "out/duality.png").read_bytes().startswith(b"\x89PNG")
@@ -169,18 +169,19 @@ def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):
 
 
 def test_a_whole_row_may_end_the_search(trained, tmp_path):
-    arguments = ["duality", "--checkpoint", str(trained), "--tolerances", "0.05", "1e-9", "--double"]
-    arguments += ["--sequences", "3", "--output", str(tmp_path / "out")]
-    assert main([*arguments, "--scope", "sequence"]) == 0
+    arguments = ["duality", "--checkpoint", str(trained), "--sequences", "2", "--double"]
+    both = ["--tolerances", "0.05", "1e-9", "--scope", "sequence", "--output", str(tmp_path / "out")]
+    assert main([*arguments, *both]) == 0
     written = json.loads((tmp_path / "out/duality.json").read_text())
     assert written["settings"]["scope"] == "sequence"
     loose, tight = written["tolerances"]
     assert tight["equal_tokens"] == 1.0  # the same point, however the search ends
-    assert sum(count > 0 for count in loose["simultaneous"]["iterations_histogram"]) <= 3  # one number a row
+    assert sum(count > 0 for count in loose["simultaneous"]["iterations_histogram"]) <= 2  # one number a row
     by_position = loose["simultaneous"]["iterations_by_position"]
     assert min(by_position) == max(by_position)
     assert len(set(loose["sequential"]["iterations_by_position"])) > 1  # a token's own, in turn
-    assert main([*arguments, "--scope", "prefix", "--output", str(tmp_path / "prefix")]) == 0
+    prefix = ["--tolerances", "0.05", "--scope", "prefix", "--output", str(tmp_path / "prefix")]
+    assert main([*arguments, *prefix]) == 0
     token = json.loads((tmp_path / "prefix/duality.json").read_text())["tolerances"][0]
     assert len(set(token["simultaneous"]["iterations_by_position"])) > 1
 
