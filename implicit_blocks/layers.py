@@ -228,6 +228,8 @@ def decomposed(weight: Tensor, *, directions: Tensor | None = None) -> tuple[Ten
     A row of zeros has no direction. Its gain is 0, and its direction is that of ``directions``, or equal
     entries where that is 0 too: if both were 0, no gradient would ever change the row.
     """
+    if weight.is_meta:  # only shapes; the operations on this device are slow
+        return weight.new_empty(len(weight), *[1] * (weight.ndim - 1)), torch.empty_like(weight)
     norm = _row_norm(weight)
     plain = torch.ones_like(weight)
     if directions is not None:

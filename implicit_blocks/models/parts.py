@@ -334,8 +334,11 @@ class ModelParts(TrainingMethods, nn.Module):
 
         With ``scale_residual_init`` the projections that write into the residual stream are divided by the
         square root of their number, so that its variance does not grow with depth. The published code intends
-        the same, but its weight norm undoes the scaling in implicit models.
+        the same, but its weight norm undoes the scaling in implicit models. Parameters on the meta device,
+        which have no values, are left alone.
         """
+        if self.embedding.weight.is_meta:
+            return  # the operations would take longer than the construction of the model
         reset_parameters_(self)
         nn.init.normal_(self.embedding.weight, std=self.spec.embedding_std)
         if self.head is not None:
