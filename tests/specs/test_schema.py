@@ -75,6 +75,12 @@ def test_no_key_of_a_file_is_required() -> None:
     assert schema["$defs"]["PicardSpec"]["additionalProperties"] is False
 
 
+@pytest.fixture(scope="module")
+def schemas() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the schema of complete specs and that of files."""
+    return run_schema(), file_schema()
+
+
 def _valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
     """Validate by the part of JSON schema that ours uses."""
     if "$ref" in schema:
@@ -111,8 +117,8 @@ def _valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name in zoo_names() if "130m" in name or "problem" in name])
-def test_the_zoo_satisfies_the_schema(name: str) -> None:
-    complete, partial = run_schema(), file_schema()
+def test_the_zoo_satisfies_the_schema(name: str, schemas: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    complete, partial = schemas
     dumped = load_spec(name).model_dump(mode="json")
     assert _valid(dumped, complete, complete)
     assert not _valid({**dumped, "modle": 1}, complete, complete)
