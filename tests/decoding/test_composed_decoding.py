@@ -76,28 +76,32 @@ def built(case, layers, *, device="cpu"):
     return model
 
 
-def alone(model, prompt, count):
-    """Choose tokens by one pass over the whole text for each token."""
-    text = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            ids = torch.tensor([text], device=model.embedding.weight.device)
-            text.append(int(model(ids).logits[0, -1, : model.spec.vocab_size].argmax()))
-    return text[len(prompt) :]
+@torch.no_grad()
+def chosen(model, prompt, tokens):
+    """Return the token that one pass over the whole text chooses at the place of each of ``tokens``.
+
+    If these are all equal, each is the one that a pass over the text before it chooses.
+    """
+    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.embedding.weight.device)
+    logits = model(ids).logits[0, len(prompt) - 1 :, : model.spec.vocab_size]
+    return logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("layers", [ATTENTION, MAMBA2], ids=["attention", "mamba2"])
 @pytest.mark.parametrize("case", CASES)
 def test_slots_generate_the_tokens_of_single_passes(case, layers):
     model = built(case, layers)
-    expected = {number: alone(model, prompt, 5) for number, prompt in enumerate(PROMPTS)}
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=10)
     for prompt in PROMPTS:
         decoder.submit(Request(prompt=prompt, max_new_tokens=5))
     found = {}
     for new in decoder.run():
         found.setdefault(new.request, []).append(new.token)
-    assert list(found.values()) == list(expected.values())
+    assert list(found) == list(range(len(PROMPTS)))
+    assert {len(tokens) for tokens in found.values()} == {5}
+    assert list(found.values()) == [
+        chosen(model, *each) for each in zip(PROMPTS, found.values(), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("layers", [ATTENTION, MAMBA2], ids=["attention", "mamba2"])
@@ -105,4 +109,5 @@ def test_slots_generate_the_tokens_of_single_passes(case, layers):
 def test_batches_generate_the_tokens_of_single_passes(case, layers):
     model = built(case, layers)
     found = ib.generate(model, PROMPTS, max_new_tokens=5).tokens.tolist()
-    assert found == [alone(model, prompt, 5) for prompt in PROMPTS]
+    assert {len(tokens) for tokens in found} == {5}
+    assert found == [chosen(model, *each) for each in zip(PROMPTS, found, strict=True)]
