@@ -153,8 +153,9 @@ def test_pruning_the_direction_prunes_the_computed_weight(layer: Linear) -> None
                 torch.testing.assert_close(part(given), expected)
 
 
-def forward_in_another_process(model: nn.Module, tokens: torch.Tensor, queue: Any) -> None:
-    queue.put(model(tokens).logits.detach().numpy())
+def forward_in_another_process(received: Any, results: Any) -> None:
+    model, tokens = received.get()
+    results.put(model(tokens).logits.detach().numpy())
 
 
 def test_a_model_with_weight_norm_is_pickled_saved_and_sent_to_another_process(tmp_path: Path) -> None:
@@ -169,12 +170,13 @@ def test_a_model_with_weight_norm_is_pickled_saved_and_sent_to_another_process(t
     for other in (again, copy.copy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert torch.equal(other(tokens).logits, expected)
         assert other.state_dict().keys() == model.state_dict().keys()
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=forward_in_another_process, args=(model, tokens, queue))
+    context = torch.multiprocessing.get_context("fork")  # need not import torch again
+    received, results = context.Queue(), context.Queue()
+    process = context.Process(target=forward_in_another_process, args=(received, results))
     process.start()
     try:
-        found = queue.get(timeout=300)
+        received.put((model, tokens))
+        found = results.get(timeout=300)
     finally:
         process.join(timeout=60)
     torch.testing.assert_close(torch.from_numpy(found), expected)
