@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -99,10 +99,10 @@ class Text:
             stopped |= ends_text(self.request.stopping_criteria, self.tokens_T[: end + 1], logits_V)
         self.made += 1
         self.ended = stopped or self.made == self.request.max_new_tokens
-        new = NewToken(self.number, int(token), self.ended, logits_V, stopped=stopped)
         if not searched:
-            return new
-        return replace(new, iterations=int(iterations), residual=residual, converged=bool(converged))
+            return NewToken(self.number, int(token), self.ended, logits_V, stopped=stopped)
+        search = int(iterations), residual, bool(converged)
+        return NewToken(self.number, int(token), self.ended, logits_V, *search, stopped)
 
     def process(self, length: int, logits_V: Tensor) -> None:
         """Apply the processors in place to the logits after the first ``length`` tokens."""
@@ -127,11 +127,11 @@ class Chosen:
 
     def read(self, *, searched: bool) -> Iterator[tuple[int, Text, NewToken]]:
         """Yield the slots, texts and tokens of texts that have not ended, and count the tokens."""
-        report = self.report.read()
+        numbers = list(zip(*self.report.read(), strict=True))
+        logits = self.logits.unbind()  # at once, since there may be hundreds
         for place, text in self.texts.items():
             if not text.ended:
-                numbers = [row[place] for row in report]
-                yield self.rows[place], text, text.took(numbers, self.logits[place], searched=searched)
+                yield self.rows[place], text, text.took(numbers[place], logits[place], searched=searched)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ def check_limits(request: Request, stopping: Stopping | None, *, accepted: bool)
 
 def filled_up(texts: Sequence[Text | None], slots: Sequence[int], size: int) -> list[int]:
     """Return slots padded to ``size`` with others, idle ones first, in ascending order."""
-    others = sorted((text is not None, n) for n, text in enumerate(texts) if n not in slots)
+    chosen = set(slots)
+    others = sorted((text is not None, n) for n, text in enumerate(texts) if n not in chosen)
     return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
 
 
@@ -212,8 +213,8 @@ def draw_tokens(batch: SlotBatch, places: Places, texts: dict[int, Text]) -> Non
         for place in drawing:
             keys_N = texts[place].keys_N
             keys[place] = keys[place] if keys_N is None else keys_N[texts[place].chosen]
-        where = torch.zeros_like(places.where_R)
-        put_(where, [place in drawing for place in range(len(keys))])
+        where, chosen_places = torch.zeros_like(places.where_R), set(drawing)
+        put_(where, [place in chosen_places for place in range(len(keys))])
         chosen = sampling.choose(places.logits_RV, torch.stack(keys))
         batch.take_tokens(places, chosen, where)
     for place, text in own:
@@ -232,8 +233,8 @@ def draw_in_flight(wavefront: Wavefront, size: int, rows_R: Tensor, texts: dict[
             for number in range(count):
                 text.process(length + number + 1, results.logits[place, number])
     for sampling, drawing in by_rule(texts).items():
-        where = torch.zeros(size, dtype=torch.bool, device=rows_R.device)
-        put_(where, [place in drawing for place in range(size)])
+        where, chosen_places = torch.zeros(size, dtype=torch.bool, device=rows_R.device), set(drawing)
+        put_(where, [place in chosen_places for place in range(size)])
         keys = wavefront.keys(rows_R)
         drawn = sampling.choose(results.logits.flatten(0, 1), keys.flatten()).view_as(results.chosen)
         results.chosen.copy_(torch.where(where[:, None], drawn, results.chosen))
