@@ -52,7 +52,7 @@ def test_examples_of_a_page_are_valid(path, tmp_path):
     with examples.folder_of(page, tmp_path):
         for block in page:
             try:
-                examples.check(block, made=examples.specs_made(page))
+                examples.check(block, written_specs=examples.specs_made(page))
             except Exception as error:
                 raise AssertionError(f"{block.place}: {error}") from error
 

@@ -211,7 +211,7 @@ class Wavefront:
                 solver=state,
             ),
         )
-        hidden = self._finish(value_RLC, window, prefix, inputs, index, commits)
+        hidden = _finish(batch, value_RLC, window, prefix, inputs, index, commits)
         results.value[:, :length] = value_RLC
         results.following[:, :length] = further
         logits = linear(hidden.to(batch.head.dtype), batch.head)[..., : results.logits.shape[-1]]
@@ -300,38 +300,39 @@ class Wavefront:
             solver=state,
         )
 
-    def _finish(
-        self,
-        value_RLC: Tensor,
-        window: Window,
-        prefix: Window,
-        inputs: Inputs,
-        index: Tensor | None,
-        commits_R: Tensor,
-    ) -> Tensor:
-        """Return the head's input at the map's values; the coda commits the first tokens."""
-        batch, model, states = self.batch, self.batch.model, self.batch.ends.coda
-        coda = None
-        if model.coda is not None:
-            assert batch.weights.coda is not None
-            coda = model.coda.bind(
-                window,
-                states=tuple(each.gather(index, window.positions_BL[:, 0]) for each in states),
-                start_BLD=inputs.c_RLD.to(model.stream_dtype),
-                weights=batch.weights.coda,
-            )
-        output = OutputMap(
-            model.core_projection,
-            inputs.c_RLD if model.spec.core_residual else None,
-            model.norm,
-            model.spec.norm_before_coda,
-            coda,
-            model.stream_dtype,
+
+def _finish(
+    batch: SlotBatch,
+    value_RLC: Tensor,
+    window: Window,
+    prefix: Window,
+    inputs: Inputs,
+    index: Tensor | None,
+    commits_R: Tensor,
+) -> Tensor:
+    """Return the head's input at the map's values; the coda commits the first tokens."""
+    model, states = batch.model, batch.ends.coda
+    coda = None
+    if model.coda is not None:
+        assert batch.weights.coda is not None
+        coda = model.coda.bind(
+            window,
+            states=tuple(each.gather(index, window.positions_BL[:, 0]) for each in states),
+            start_BLD=inputs.c_RLD.to(model.stream_dtype),
+            weights=batch.weights.coda,
         )
-        hidden, after = output.commit(value_RLC, prefix)
-        for each, layer in zip(states, after, strict=True):
-            each.write(index, layer, commits_R > 0)
-        return hidden
+    output = OutputMap(
+        model.core_projection,
+        inputs.c_RLD if model.spec.core_residual else None,
+        model.norm,
+        model.spec.norm_before_coda,
+        coda,
+        model.stream_dtype,
+    )
+    hidden, after = output.commit(value_RLC, prefix)
+    for each, layer in zip(states, after, strict=True):
+        each.write(index, layer, commits_R > 0)
+    return hidden
 
 
 def _like(mask_RL: Tensor, whole: Tensor) -> Tensor:
