@@ -188,13 +188,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         at16 = next((one["perplexity"] for one in measured.get("loops", []) if one["loops"] == 16), None)
         points = [one for one in measured.get("fixed_point", []) if one["max_iterations"] == 32]
         best = max(points, key=lambda one: one["token_converged"] or 0.0, default=None)
-        met = None if best is None else best["token_converged"]
+        converged = None if best is None else best["token_converged"]
         long = [one["perplexity"] for one in measured.get("lengths", [])]
         lines.append(
             f"{row['name'][:58]:<58} {row['parameters'] / 1e6:>5.1f} {row['flops'] / 1e15:>6.2f} "
             f"{row['epochs'] or 0:>6.1f} {measured['choice']['perplexity']:>7.2f} "
             f"{measured['report']['perplexity']:>7.2f} {'' if at16 is None else format(at16, '.2f'):>7} "
-            f"{'' if met is None else format(met, '.3f'):>6} "
+            f"{'' if converged is None else format(converged, '.3f'):>6} "
             f"{format(long[0] / long[1], '.3f') if long else '':>6} {row['seconds']:>5.0f}"
             f"{'' if row['captured'] else '  not captured'}"
         )

@@ -40,9 +40,9 @@ class Figure:
 
     def row(self, programs: dict[str, Row]) -> Row:
         """Return the row; a row without a figure has the reason."""
-        taken = [programs.get(name, {"failed": "not requested"}) for name in self.names]
-        rows = [row for program in taken for row in program.get("rows", [])]
-        whole = all(program.get("rows") for program in taken)
+        found = [programs.get(name, {"failed": "not requested"}) for name in self.names]
+        rows = [row for program in found for row in program.get("rows", [])]
+        whole = all(program.get("rows") for program in found)
         good = [row for row in rows if "failed" not in row]
         value = self.read(good) if whole else None
         line: Row = {
@@ -55,14 +55,14 @@ class Figure:
             "reached": None,
         }
         if value is None:
-            why = [program["failed"] for program in taken if "failed" in program]
+            why = [program["failed"] for program in found if "failed" in program]
             why += [last_line(row["failed"]) for row in rows if "failed" in row]
             line["not_measured"] = next(iter(why), "no such row")
         elif self.target is not None:
             line["reached"] = value >= self.target if self.higher_is_better else value <= self.target
         if value is not None and self.share is not None:
             line["share_of_card"] = self.share(good)
-        if value is not None and any(program.get("disturbed") for program in taken):
+        if value is not None and any(program.get("disturbed") for program in found):
             line["disturbed"] = True
         return line
 

@@ -123,16 +123,16 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
             iterations.append(out.solution.iterations.float().mean().item())
     if not math.isfinite(loss := out.loss.item()):
         raise RuntimeError(f"the loss is {loss} after {arguments.warm_up + arguments.steps} steps")
-    taken = statistics.mean(iterations) if iterations else None
+    mean_iterations = statistics.mean(iterations) if iterations else None
     rate = batch * length / statistics.median(times)
-    flops = training_flops_per_token(model.spec, length=length, iterations=taken)
+    flops = training_flops_per_token(model.spec, length=length, iterations=mean_iterations)
     published = work.tokens_per_second
     return {
         "work": name,
         "tokens_per_second": round(rate),
         "published_tokens_per_second": published,
         "times_published": round(rate / published, 2),
-        "iterations": None if taken is None else round(taken, 1),
+        "iterations": None if mean_iterations is None else round(mean_iterations, 1),
         "published_iterations": work.iterations,
         "gflop_per_token": None if flops is None else round(flops / 1e9, 3),
         "share_of_card": None if flops is None else round(rate * flops / CARD, 6),

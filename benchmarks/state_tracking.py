@@ -235,11 +235,11 @@ def carry_out(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     for name in ("tasks", "models", "learning_rates", "seeds"):
         require_once(f"--{name.replace('_', '-')}", getattr(options, name))
     limit = f"callbacks=[{{kind: stop_when, value: seconds, above: {60 * options.minutes}}}]"
-    asked = {
+    plan = {
         one: spec_of(options.spec, *one, [limit, *options.overrides])
         for one in itertools.product(options.tasks, options.models, options.learning_rates, options.seeds)
     }
-    for (task, model, rate, seed), spec in asked.items():
+    for (task, model, rate, seed), spec in plan.items():
         folder = options.runs / f"{task}-{model}-{rate:g}-seed{seed}"
         row = row_of(task, model, rate, seed, spec, folder, options.device)
         key = {name: row[name] for name in ("task", "model", "learning_rate", "seed")}

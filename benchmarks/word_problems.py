@@ -99,18 +99,18 @@ def carry_out(options: argparse.Namespace) -> None:
     for name in ("groups", "models", "layers", "learning_rates", "seeds"):
         require_once(f"--{name.replace('_', '-')}", getattr(options, name))
     require_once("--spec with --then", (options.spec, *options.then))
-    asked = [
+    plan = [
         Asked(group, model, layers, rate, seed)
         for group, model, rate, seed in itertools.product(
             options.groups, options.models, options.learning_rates, options.seeds
         )
         for layers in ([1] if model in IMPLICIT else options.layers)
     ]
-    for one, recipe in itertools.product(asked, (options.spec, *options.then)):
+    for one, recipe in itertools.product(plan, (options.spec, *options.then)):
         run_spec(options, recipe, one, start=options.init_from)
     rows: list[dict[str, Any]] = []
     began = time.strftime("%Y%m%d-%H%M%S")
-    for one in asked:
+    for one in plan:
         start = options.init_from
         for recipe in (options.spec, *options.then):
             row, start = measure(options, recipe, one, start=start, began=began)

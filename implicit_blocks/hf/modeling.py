@@ -175,9 +175,9 @@ class ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         lm, spec = self.library_model, self.config.model_spec
         rows = lm.embedding.weight.shape[0]
         changes = {"vocab_size": rows, "pad_vocab_to": 1}
-        asked = args[0] if args else kwargs.get("new_num_tokens")
+        wanted = args[0] if args else kwargs.get("new_num_tokens")
         # Padding rows may become tokens without a change in the number of rows.
-        if rows != spec.padded_vocab_size or (asked is not None and asked > spec.vocab_size):
+        if rows != spec.padded_vocab_size or (wanted is not None and wanted > spec.vocab_size):
             self.config.set_model_spec(spec.model_copy(update=changes))
             lm.spec = lm.spec.model_copy(update=changes)
         return resized

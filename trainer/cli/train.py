@@ -187,8 +187,8 @@ def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> 
         run.display.log(
             f"stopped after step {run.loop.progress.step}; continue by: --resume --output {run.folder.path}"
         )
-        asked = stop_at is not None and run.loop.progress.step >= stop_at
-        if asked and run.loop.stopped_by is None:
+        requested = stop_at is not None and run.loop.progress.step >= stop_at
+        if requested and run.loop.stopped_by is None:
             return 0
         return INTERRUPTED if run.loop.stopped_by == signal.SIGINT else TO_BE_RESUMED
     if summary["stopped"] is not None:

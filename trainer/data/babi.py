@@ -140,12 +140,12 @@ def parse(text: str, *, task: int) -> list[Story]:
         if index == "1" and words:
             stories.append(Story(task, tuple(words), tuple(answers)))
             words, answers = [], []
-        sentence, *asked = rest.lower().split("\t")
+        sentence, *answer = rest.lower().split("\t")
         spoken = _WORDS.findall(sentence)
         words += spoken
         answers += [False] * len(spoken)
-        if asked:
-            words.append(asked[0].strip())
+        if answer:
+            words.append(answer[0].strip())
             answers.append(True)
     if words:
         stories.append(Story(task, tuple(words), tuple(answers)))

@@ -67,9 +67,9 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
         if phase.data != spec.data:
             described[1:1] = phase.data.describe(sequences=_sequences(phase), vocab_size=vocab_size)
         if phase.name in rates:
-            taken = _sequences(phase) * phase.data.seq_len / rates[phase.name]
-            described.append(f"{duration(taken)} at {rates[phase.name]:,.0f} tokens/s")
-            seconds += taken
+            phase_seconds = _sequences(phase) * phase.data.seq_len / rates[phase.name]
+            described.append(f"{duration(phase_seconds)} at {rates[phase.name]:,.0f} tokens/s")
+            seconds += phase_seconds
         lines += _section(f"phase {phase.name}", described)
         total = None if total is None or flops is None else total + flops
     bounds = [_bound(phase.model) for phase in phases]
@@ -151,8 +151,8 @@ def _start(spec: RunSpec) -> list[str]:
     origin = find_start(start, spec)
     lines = [f"WARNING: {complaint}" for complaint in origin.complaints]
     suffix = "" if origin.progress is None else f" after {origin.progress['tokens']:,} tokens"
-    taken = [name for name in ("optimizer", "position") if getattr(start, name)]
-    return [*lines, f"{' and '.join(['weights', *taken])} of {origin.path}{suffix}"]
+    loaded = [name for name in ("optimizer", "position") if getattr(start, name)]
+    return [*lines, f"{' and '.join(['weights', *loaded])} of {origin.path}{suffix}"]
 
 
 def _ranks(spec: RunSpec, ranks: int) -> list[str]:

@@ -213,10 +213,10 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     from trainer.evaluation.token_sets import token_sets
 
     eval_model = find_eval_model(options.checkpoint, spec=options.spec)
-    asked = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
-    if not eval_model.implicit and any(value is not None for value in asked.values()):
+    limits = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
+    if not eval_model.implicit and any(value is not None for value in limits.values()):
         option_name = next(
-            f"--{name.replace('_', '-')}" for name, value in asked.items() if value is not None
+            f"--{name.replace('_', '-')}" for name, value in limits.items() if value is not None
         )
         raise ValueError(f"{eval_model.name} does not search for fixed points; omit {option_name}")
     if options.mean_iterations is not None:

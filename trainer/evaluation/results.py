@@ -43,8 +43,8 @@ class Record:
 
     def text(self) -> str:
         """Return the tables in Markdown."""
-        shown = {name: value for name, value in self.settings.items() if value is not None}
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+        fields = {name: value for name, value in self.settings.items() if value is not None}
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
         parts = [
             f"{self.eval_model.name}: {self.eval_model.weights}",
             f"{'Zero-shot; ' if self.scores else ''}{settings}",
@@ -60,7 +60,7 @@ class Record:
 
     def as_row(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        files = {asked.name: asked.file for asked in self.tasks if asked.file is not None}
+        files = {task.name: task.file for task in self.tasks if task.file is not None}
         return {
             "format": FORMAT,
             "name": self.eval_model.name,

@@ -170,19 +170,19 @@ def check_lengths(lm: HarnessLM, tasks: Sequence[EvalTask], *, limit: int | None
     if not lm.limited:
         return
     most, complaints, longest = lm.max_length, [], 0
-    for asked in tasks:
-        asked.task.build_all_requests(limit=limit, rank=0, world_size=1)
-        counts = lm.token_counts(asked.task.instances)
+    for one in tasks:
+        one.task.build_all_requests(limit=limit, rank=0, world_size=1)
+        counts = lm.token_counts(one.task.instances)
         continuation = max((after for _, after in counts), default=0)
         # The model reads all tokens but the last.
         whole = [before + after - 1 for before, after in counts]
         too_long = sum(length > most for length in whole)
         longest = max(longest, *whole)
         if continuation > most:
-            complaints.append(f"{asked.name}: a continuation has {continuation} tokens")
+            complaints.append(f"{one.name}: a continuation has {continuation} tokens")
         elif too_long and not truncate:
             complaints.append(
-                f"{asked.name}: {too_long} of {len(whole)} requests are longer, up to {max(whole)} tokens"
+                f"{one.name}: {too_long} of {len(whole)} requests are longer, up to {max(whole)} tokens"
             )
     if complaints:
         listed = "".join(f"\n  {complaint}" for complaint in complaints)
@@ -196,30 +196,30 @@ def check_lengths(lm: HarnessLM, tasks: Sequence[EvalTask], *, limit: int | None
         )
 
 
-def _run_task(lm: HarnessLM, asked: EvalTask, *, limit: int | None) -> TaskScore:
+def _run_task(lm: HarnessLM, eval_task: EvalTask, *, limit: int | None) -> TaskScore:
     began = time.perf_counter()
     # One task at a time: lm-eval mixes the requests of several, which would mix their search statistics.
     # Without lm-eval's bootstrap of standard errors, which uses separate processes and seeds.
     found = lm_eval.evaluate(
-        lm, {"tasks": {asked.name: asked.task}}, limit=limit, bootstrap_iters=0, log_samples=True
+        lm, {"tasks": {eval_task.name: eval_task.task}}, limit=limit, bootstrap_iters=0, log_samples=True
     )
-    samples = found["samples"][asked.name]
+    samples = found["samples"][eval_task.name]
     metrics = {
         name.removesuffix(",none"): float(value)
-        for name, value in found["results"][asked.name].items()
+        for name, value in found["results"][eval_task.name].items()
         if isinstance(value, int | float) and "," in name and "_stderr" not in name
     }
-    columns = asked.spec.columns or {name: f"{asked.name} {name}" for name in metrics}
+    columns = eval_task.spec.columns or {name: f"{eval_task.name} {name}" for name in metrics}
     absent = [name for name in columns if name not in metrics]
     if absent:
         raise ValueError(
-            f"{asked.name} has no metric {', '.join(absent)}; its metrics are {', '.join(metrics)}"
+            f"{eval_task.name} has no metric {', '.join(absent)}; its metrics are {', '.join(metrics)}"
         )
     return TaskScore(
-        name=asked.name,
-        items=found["n-samples"][asked.name]["effective"],
+        name=eval_task.name,
+        items=found["n-samples"][eval_task.name]["effective"],
         metrics=metrics,
-        errors=_errors(asked.task, samples),
+        errors=_errors(eval_task.task, samples),
         columns=columns,
         search=lm.tally(),
         truncated=lm.truncated,

@@ -112,14 +112,14 @@ def test_answers_are_counted_by_task_and_only_right_ones_as_right(archive):
         Knows(), source, rows=source.samples, batch_size=3, device=torch.device("cpu"), precision="float32"
     )
     ids = {word: number for number, word in enumerate(stories.vocabulary)}
-    assert counted["asked"] == {str(task): 1 for task in TASKS}
+    assert counted["scored"] == {str(task): 1 for task in TASKS}
     assert counted["correct"] == {str(task): int(ids[f"hall{task}"] % 2 == 0) for task in TASKS}
     assert 0 < sum(counted["correct"].values()) < len(TASKS)
 
 
 def test_the_task_mean_is_unweighted_and_the_accuracy_weights_answers():
     none = dict.fromkeys(map(str, TASKS), 0)
-    answers = {"asked": {**none, "1": 8, "2": 2}, "correct": {**none, "1": 8, "2": 1}, "search": None}
+    answers = {"scored": {**none, "1": 8, "2": 2}, "correct": {**none, "1": 8, "2": 1}, "search": None}
     finished = SimpleNamespace(summary=dict.fromkeys(("parameters", "steps", "seconds"), 1))
     row = catbabi._row(catbabi._candidate("explicit-2"), "answers", 0, 200, finished, answers)
     assert (row["accuracy"], row["mean_of_tasks"], row["answers"]) == (0.9, 0.75, 10)

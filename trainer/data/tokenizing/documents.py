@@ -211,8 +211,8 @@ def _format_of(path: Path) -> Format | None:
     return _SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def _format(path: Path, asked: Format) -> Format:
-    found = _format_of(path) if asked == "auto" else asked
+def _format(path: Path, wanted: Format) -> Format:
+    found = _format_of(path) if wanted == "auto" else wanted
     if found is None:
         raise ValueError(
             f"cannot determine the format of {path} from its name; known suffixes: {_known()}; "

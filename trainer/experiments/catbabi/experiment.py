@@ -234,7 +234,7 @@ def score_answers(
     precision: str,
 ) -> dict[str, Any]:
     """Count a model's correct answers per task, with search statistics (None for an explicit model)."""
-    correct, asked = torch.zeros(max(TASKS) + 1), torch.zeros(max(TASKS) + 1)
+    correct, scored = torch.zeros(max(TASKS) + 1), torch.zeros(max(TASKS) + 1)
     iterations, residuals, converged = [], [], []
     for first in range(0, rows, batch_size):
         count = min(batch_size, rows - first)
@@ -243,13 +243,13 @@ def score_answers(
         with autocast(device, precision):
             output = model(batch.inputs, labels=batch.labels, return_logits=False)
         right_BL = (output.predictions == batch.labels).cpu()
-        asked += torch.bincount(tasks_BL.flatten(), minlength=len(asked))
-        correct += torch.bincount(tasks_BL[right_BL], minlength=len(asked))
+        scored += torch.bincount(tasks_BL.flatten(), minlength=len(scored))
+        correct += torch.bincount(tasks_BL[right_BL], minlength=len(scored))
         if output.solution is not None:
-            found, met = by_token(output.solution, source.length)
+            found, flags = by_token(output.solution, source.length)
             iterations.append(found.double().flatten())
             residuals.append(output.solution.residual.double().cpu())
-            converged.append(met.double().flatten())
+            converged.append(flags.double().flatten())
     search = None
     if iterations:
         search = {
@@ -259,7 +259,7 @@ def score_answers(
             "residual_max": rounded(float(torch.cat(residuals).max()), 4),
             "converged": rounded(float(torch.cat(converged).mean()), 6),
         }
-    return {"correct": _counts(correct), "asked": _counts(asked), "search": search}
+    return {"correct": _counts(correct), "scored": _counts(scored), "search": search}
 
 
 def _counts(by_task: Tensor) -> dict[str, int]:
@@ -269,7 +269,7 @@ def _counts(by_task: Tensor) -> dict[str, int]:
 def _row(
     candidate: Candidate, mode: str, seed: int, length: int, finished: Finished, answers: Mapping[str, Any]
 ) -> dict[str, Any]:
-    right, all_of = answers["correct"], answers["asked"]
+    right, all_of = answers["correct"], answers["scored"]
     by_task = {
         task: rounded(right[task] / all_of[task]) if all_of[task] else None for task in map(str, TASKS)
     }

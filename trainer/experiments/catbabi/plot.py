@@ -88,14 +88,14 @@ def _draw_models(
     broken = [name.replace("-", "\n").replace(", ", "\n") for name in names]
     axes.set_xticks(range(len(names)), names if len(names) <= 4 else broken)
     axes.set_ylim(0, 126)
-    shown = [
+    handles = [
         Patch(color=colors[index % len(colors)], alpha=0.85, label=_mode(mode, rows))
         for index, mode in enumerate(modes)
     ]
     if any(_is_unconverged(row) for row in rows):
         hatched = f"under {MOST:.0%} of the tokens converged (any seed)"
-        shown.append(Patch(facecolor=GREY, hatch="///", edgecolor="white", linewidth=0, label=hatched))
-    axes.legend(handles=shown, frameon=False, fontsize=9, loc="upper center", ncols=3)
+        handles.append(Patch(facecolor=GREY, hatch="///", edgecolor="white", linewidth=0, label=hatched))
+    axes.legend(handles=handles, frameon=False, fontsize=9, loc="upper center", ncols=3)
 
 
 def _draw_published(axes: Axes, published: Mapping[str, float]) -> None:

@@ -253,8 +253,8 @@ def evaluation_set(
 ) -> EvaluationSet:
     """Return a run's first evaluation set at this length; `sequences` None: as many as in its spec."""
     few = {} if sequences is None else {"sequences": sequences}
-    asked = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": (), **few})
-    return next(iter(data.evaluation_sets(asked).values()))
+    evaluation = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": (), **few})
+    return next(iter(data.evaluation_sets(evaluation).values()))
 
 
 def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Batch:

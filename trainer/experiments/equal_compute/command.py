@@ -52,9 +52,11 @@ def run_command(folder: Path, options: argparse.Namespace) -> str:
     from trainer.experiments.equal_compute.experiment import LAPTOP, Settings, changed, run
 
     settings = changed(Settings(), LAPTOP if options.setting == "laptop" else {})
-    asked = {
+    changes = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()
         if name in Settings.__dataclass_fields__
     }
-    return run(folder, options.data, options.report, settings=changed(settings, asked), device=options.device)
+    return run(
+        folder, options.data, options.report, settings=changed(settings, changes), device=options.device
+    )

@@ -310,8 +310,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = "  ".join(f"{entry['perplexity']:8.2f}" for entry in row["lengths"])
         search = ""
         if first["iterations"] is not None:
-            met = first["token_converged"]
-            search = f"  {first['iterations']:10.1f}  {'-' if met is None else format(met, '.2%'):>9}"
+            share = first["token_converged"]
+            search = f"  {first['iterations']:10.1f}  {'-' if share is None else format(share, '.2%'):>9}"
         size = f"{row['parameters'] / 1e6:9.1f}M  {row['tokens'] / 1e6:7.2f}M"
         lines.append(f"{row['run']:<28} {size}  {spent:7.1e}  {cells}{search}")
     return "\n".join(lines)

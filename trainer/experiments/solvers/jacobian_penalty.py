@@ -74,12 +74,12 @@ def continued(spec: RunSpec, checkpoint: Path, *, weight: float, steps: int) -> 
     written = spec.model_dump(mode="json")
     # Minimal: this module does its own evaluation.
     brief = {"lengths": [], "length_multiples": [], "identity_probabilities": [], "sequences": 1}
-    asked = training.model_dump(mode="json")
-    asked |= {
+    fields = training.model_dump(mode="json")
+    fields |= {
         "max_steps": steps,
         "max_tokens": None,
         "init_from": {"path": str(checkpoint)},
-        "optimizer": asked["optimizer"]
+        "optimizer": fields["optimizer"]
         | {"learning_rate": LEARNING_RATE_FACTOR * training.optimizer.learning_rate},
         "evaluate_every": None,
         "checkpoint_every": steps,
@@ -88,7 +88,7 @@ def continued(spec: RunSpec, checkpoint: Path, *, weight: float, steps: int) -> 
         written
         | {
             "model": model.model_dump(mode="json"),
-            "training": asked,
+            "training": fields,
             "evaluation": written["evaluation"] | brief,
             "phases": [],
             "callbacks": [],

@@ -103,8 +103,8 @@ def _cost(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     reached = [row["tolerance"] for row in rows if row["converged"] == 1] or [
         row["tolerance"] for row in rows
     ]
-    shown = [row for row in rows if row["tolerance"] == min(reached)]
-    for place, row in enumerate(reversed(shown)):
+    bars = [row for row in rows if row["tolerance"] == min(reached)]
+    for place, row in enumerate(reversed(bars)):
         whole = row["converged"] == 1
         axes.barh(
             place,
@@ -116,7 +116,7 @@ def _cost(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.text(
             row["seconds"], place, f" {row['work']:.0f}", va="center", fontsize=8, color=DARK, clip_on=True
         )
-    axes.set_yticks(range(len(shown)), [f"{row['config']}, {row['scope']}" for row in reversed(shown)])
+    axes.set_yticks(range(len(bars)), [f"{row['config']}, {row['scope']}" for row in reversed(bars)])
     finish(axes, title=f"Time to {min(reached):g} (number: calls per token)", x="seconds", y="")
     axes.tick_params(axis="y", labelsize=8)
     axes.margins(x=0.12, y=0.01)

@@ -57,7 +57,7 @@ def run(
 
 def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: str) -> list[dict[str, Any]]:
     """Train or read the runs of the settings and test them; all specs are built, and so validated, first."""
-    asked = product(settings.groups, settings.lengths, sorted(settings.iterations), settings.seeds)
+    plan = product(settings.groups, settings.lengths, sorted(settings.iterations), settings.seeds)
     specs = {
         f"{group}-L{length}-s{iterations}-seed{seed}": vary_spec(
             settings.spec,
@@ -70,7 +70,7 @@ def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: s
             evaluation=settings.tests(length),
             overrides=settings.overrides,
         )
-        for group, length, iterations, seed in asked
+        for group, length, iterations, seed in plan
     }
     rows = []
     for name, spec in specs.items():

@@ -72,9 +72,9 @@ def measure(
         if solution is None:
             continue
         residuals.append(solution.residual.cpu())
-        of_tokens, met = by_token(solution, tested.length)
+        of_tokens, flags = by_token(solution, tested.length)
         iterations.append(of_tokens)
-        converged.append(met)
+        converged.append(flags)
     correct_BL, hard_BL = torch.cat(correct), torch.cat(hard)
     found: dict[str, Any] = {
         "mode": mode,
