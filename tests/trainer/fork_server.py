@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import gc
 import json
 import os
 import shutil
@@ -143,6 +144,9 @@ def import_everything() -> None:
     registry.build(spec.training.optimizer, model=model)
     with torch.no_grad():
         model(torch.zeros(1, 4, dtype=torch.int64))
+    # A collection in a fork would go through all of these modules, and copy the memory that they lie in.
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> None:

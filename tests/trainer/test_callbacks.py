@@ -145,6 +145,7 @@ def test_stop_when_takes_one_limit(small: Small, limits: dict[str, float]) -> No
         small({"callbacks": [{"kind": "stop_when", "value": "loss", **limits}]})
 
 
+SHORT = {"evaluation.lengths": [12], "evaluation.sequences": 2}
 EVENTS = ["on_start", "on_phase", "on_step", "on_evaluation", "on_save", "on_checkpoint", "on_end"]
 
 
@@ -152,7 +153,7 @@ EVENTS = ["on_start", "on_phase", "on_step", "on_evaluation", "on_save", "on_che
 def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
     small: Small, tmp_path: Path, event: str
 ) -> None:
-    spec = small({"callbacks": [{"kind": "spy", "fail_in": event}, {"kind": "spy"}]})
+    spec = small({**SHORT, "callbacks": [{"kind": "spy", "fail_in": event}, {"kind": "spy"}]})
     run = build(spec, output=tmp_path / "run", device="cpu")
     with pytest.raises(CallbackError, match=f"'spy' of spies 7 failed in {event}: KeyError: 'lost'; fix it"):
         run.train()
@@ -162,7 +163,7 @@ def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
     assert (run.loop.last_checkpoint is not None) == (steps > 0)
     # The run goes on from there to the same end.
     if steps:
-        summary = build(small(), output=tmp_path / "run", device="cpu", resume=True).train()
+        summary = build(small(SHORT), output=tmp_path / "run", device="cpu", resume=True).train()
         assert summary is not None
         assert summary["steps"] == 4
 
@@ -171,7 +172,7 @@ def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
 def test_the_run_continues_without_an_optional_callback(
     small: Small, tmp_path: Path, event: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = small({"callbacks": [{"kind": "spy", "fail_in": event, "required": False}]})
+    spec = small({**SHORT, "callbacks": [{"kind": "spy", "fail_in": event, "required": False}]})
     assert build(spec, output=tmp_path / "run", device="cpu").train() is not None
     assert capsys.readouterr().out.count("the run continues without it") == 1
     assert Spy.seen[-1] == event

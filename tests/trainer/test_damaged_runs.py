@@ -26,7 +26,8 @@ Small = Callable[..., RunSpec]
 def stopped(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a run that was stopped at step 3 of 4, with checkpoints of steps 2 and 3."""
     folder: Path = tmp_path_factory.mktemp("stopped") / "run"
-    spec = small({"training.checkpoint_every": 1, "training.keep_checkpoints": 2})
+    changes = {"evaluation.lengths": [12], "evaluation.sequences": 2}
+    spec = small({**changes, "training.checkpoint_every": 1, "training.keep_checkpoints": 2})
     build(spec, output=folder, device="cpu").train(stop_at=3)
     return folder
 

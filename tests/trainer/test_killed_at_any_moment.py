@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainer.reporting.metrics import read_metrics
 
 SETTINGS = [
@@ -31,11 +33,20 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in kept) for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_run_killed_twenty_times_equals_the_whole_bit_by_bit(tmp_path: Path, forks: Any) -> None:
-    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
-    count = tmp_path / "count"
-    assert forks.run(arguments(whole), log=log, count=str(count)) == 0, log.read_text()
-    events = int(count.read_text())
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, forks: Any) -> Path:
+    """Return the folder of a run that was never interrupted, beside the number of its events."""
+    folder: Path = tmp_path_factory.mktemp("whole") / "run"
+    log, count = folder.with_name("log"), folder.with_name("count")
+    assert forks.run(arguments(folder), log=log, count=str(count)) == 0, log.read_text()
+    return folder
+
+
+def test_a_run_killed_twenty_times_equals_the_whole_bit_by_bit(
+    whole: Path, tmp_path: Path, forks: Any
+) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    events = int(whole.with_name("count").read_text())
     assert events > 800  # among them every tensor, file and rename of 24 saves
 
     draw = random.Random(0)
@@ -60,9 +71,8 @@ def test_a_run_killed_twenty_times_equals_the_whole_bit_by_bit(tmp_path: Path, f
     assert rows(folder) == rows(whole)
 
 
-def test_signals_save_the_run_and_name_the_resume_command(tmp_path: Path, forks: Any) -> None:
-    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
-    assert forks.run(arguments(whole), log=log) == 0, log.read_text()
+def test_signals_save_the_run_and_name_the_resume_command(whole: Path, tmp_path: Path, forks: Any) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
         before = len(rows(folder)) if folder.exists() else 0
         pid = forks.start(arguments(folder, *(["--resume"] if before else [])), log=log)

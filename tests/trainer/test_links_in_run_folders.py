@@ -28,7 +28,8 @@ Small = Callable[..., RunSpec]
 def stopped(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a run that was stopped at step 2 of 4."""
     folder: Path = tmp_path_factory.mktemp("stopped") / "run"
-    spec = small({"training.checkpoint_every": 2, "training.export_every": 4})
+    changes = {"evaluation.lengths": [12], "evaluation.sequences": 2}
+    spec = small({**changes, "training.checkpoint_every": 2, "training.export_every": 4})
     build(spec, output=folder, device="cpu").train(stop_at=2)
     return folder
 

@@ -118,7 +118,15 @@ def test_the_requested_steps_are_traced(
 def test_a_run_that_ends_early_logs_which_steps_were_traced(
     start: int, found: list[str], small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = small({"training.max_steps": 4, "callbacks": [{"kind": "profile", "start": start}]})
+    spec = small(
+        {
+            "training.max_steps": 4,
+            "callbacks": [{"kind": "profile", "start": start}],
+            "evaluation.lengths": [12],  # the evaluation at the end is traced, too
+            "evaluation.sequences": 2,
+            "model.at_evaluation.stopping.max_iterations": 2,
+        }
+    )
     build(spec, output=tmp_path / "run", device="cpu").train()
     assert [path.stem for path in (tmp_path / "run").glob("profiles/*.json")] == found
     missing = f"no steps were traced: the run ended after step 4, before step {start}"
@@ -127,7 +135,8 @@ def test_a_run_that_ends_early_logs_which_steps_were_traced(
 
 
 def test_lengths_as_multiples_of_the_training_length(small: Small, tmp_path: Path) -> None:
-    spec = small({"evaluation.lengths": [], "evaluation.length_multiples": [1, 2, 4, 8]})
+    changes = {"model.at_evaluation.stopping.max_iterations": 2, "evaluation.sequences": 2}
+    spec = small({**changes, "evaluation.lengths": [], "evaluation.length_multiples": [1, 2, 4, 8]})
     summary = build(spec, output=tmp_path / "run", device="cpu").train()
     assert summary is not None
     assert [row["length"] for row in summary["evaluation"]] == [12, 24, 48, 96]

@@ -56,7 +56,7 @@ def kill_and_compare(tmp_path: Path, forks: Any, *options: str, kills: int, step
 
 
 def test_a_run_resumed_after_the_kill_of_one_rank_equals_the_whole(tmp_path: Path, forks: Any) -> None:
-    kill_and_compare(tmp_path, forks, kills=5, steps=24)
+    kill_and_compare(tmp_path, forks, kills=4, steps=20)
 
 
 def test_the_death_of_a_rank_during_a_save_is_reported_by_the_others(tmp_path: Path, forks: Any) -> None:
@@ -92,7 +92,9 @@ def test_ranks_with_different_stop_at_are_refused(tmp_path: Path, forks: Any) ->
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, forks: Any, layout: str) -> None:
     folder, log, kind = tmp_path / "run", tmp_path / "log", f"training.distributed.kind={layout}"
-    pids = forks.start_ranks(2, arguments(folder, kind, "training.max_steps=400"), log=log)
+    pids = forks.start_ranks(
+        2, arguments(folder, kind, "training.max_steps=400", "training.checkpoint_every=100"), log=log
+    )
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -108,17 +110,17 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, forks: 
 def test_from_one_rank_to_two_to_four_each_sample_is_seen_once(tmp_path: Path, forks: Any) -> None:
     """The global batches are those of a run on one rank, so the losses are too, but for rounding."""
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
-    same = ("model.dropout=0", "training.max_steps=9")  # dropout would be drawn anew by other ranks
+    same = ("model.dropout=0", "training.max_steps=6")  # dropout would be drawn anew by other ranks
     assert forks.run(arguments(whole, *same), log=log) == 0, log.read_text()
     seen = [tmp_path / f"seen{number}" for number in range(3)]
-    for number, (count, layout, stop) in enumerate([(1, "auto", 3), (2, "fsdp", 6), (4, "fsdp", 9)]):
+    for number, (count, layout, stop) in enumerate([(1, "auto", 2), (2, "fsdp", 4), (4, "fsdp", 6)]):
         options = [*same, f"training.distributed.kind={layout}", f"--stop-at={stop}"]
         resume = ["--resume"] if number else []
         orders = {rank: {"samples": f"{seen[number]}-{rank}"} for rank in range(count)}
         codes = forks.run_ranks(count, arguments(folder, *options, *resume), log=log, orders=orders)
         assert codes == [0] * count, log.read_text()
     positions = [int(position) for file in tmp_path.glob("seen*") for position in file.read_text().split()]
-    assert sorted(positions) == list(range(9 * 8))
+    assert sorted(positions) == list(range(6 * 8))
     for once, again in zip(rows(whole), rows(folder), strict=True):
         assert once[2] == pytest.approx(again[2], rel=1e-5)
         assert once[-1] == again[-1]

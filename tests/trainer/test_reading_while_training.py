@@ -62,7 +62,7 @@ def test_a_run_that_keeps_one_checkpoint_can_be_read_at_any_moment(run: Path) ->
     model = ib.load_model(run)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with Saving(run / "checkpoints", model) as saving:
-        for _ in range(60):
+        for _ in range(25):
             state = ib.load_model(run).state_dict()
             assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
             newest_sound_checkpoint(run / "checkpoints")

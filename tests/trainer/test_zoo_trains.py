@@ -102,7 +102,7 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path, monkeypatch: 
             narrow += [f"model.layers=[{{}}, {{mixer: {mixer}}}]", "model.d_model=32"]
             narrow += [f"model.{stack}n_layers=2" for stack in ("", "prelude.", "coda.")]
     if spec.model.kind == "implicit_lm":
-        narrow += ["model.at_evaluation.stopping.max_iterations=6"]
+        narrow += [f"model.{part}stopping.max_iterations=6" for part in ("", "at_evaluation.")]
     if spec.data.kind == "tokens":
         narrow += [
             f"data.path={tokens}", f"data.validation_path={tokens}", "data.dtype=uint16", "data.seq_len=12",

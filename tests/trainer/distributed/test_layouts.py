@@ -205,7 +205,7 @@ def test_communication_randomness_and_memory_of_a_layout(processes: Any, tmp_pat
 
 
 def test_each_rank_solves_an_exact_gradient_independently(processes: Any, tmp_path: Path) -> None:
-    spec = spec_of(MAMBA2, max_steps=2)
+    spec = spec_of(MAMBA2, max_steps=2, micro_batch_size=None)
     spec.pop("phases")
     spec["model"]["gradient"] = {
         "kind": "implicit_function",
