@@ -7,6 +7,7 @@ rejects recursive anchors, surrogates and unknown tags, and it takes three times
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,10 +169,8 @@ def parse_yaml(text: str, *, source: str, at: Place | None = None, budget: Value
         SpecError: not YAML, a duplicate key, too large or too deeply nested.
 
     """
-    loader: _Loader | None = None
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
+        node = _cached_compose(text) if len(text) in _CACHED_LENGTHS else _compose(text)
     except yaml.MarkedYAMLError as error:
         place = _at_mark(error.problem_mark or error.context_mark, source, at)
         context = f" {error.context}" if error.context else ""
@@ -180,8 +179,8 @@ def parse_yaml(text: str, *, source: str, at: Place | None = None, budget: Value
         raise SpecError(
             f"{at or source}: not valid YAML: {error.reason} at character {error.position}"
         ) from None
-    except (ValueError, OverflowError):  # from PyYAML's chr() for "\\UFFFFFFFF" and its int() for %YAML
-        place = _at_mark(loader and loader.get_mark(), source, at)
+    except _NumberRangeError as error:
+        place = _at_mark(error.mark, source, at)
         raise SpecError(
             f"{place}: not valid YAML: an escape or directive whose number is out of range"
         ) from None
@@ -219,6 +218,28 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
+
+
+class _NumberRangeError(Exception):
+    """A number is out of the range of PyYAML's chr() or int(), as in "\\UFFFFFFFF" or ``%YAML``."""
+
+    def __init__(self, mark: Any) -> None:
+        super().__init__()
+        self.mark = mark
+
+
+def _compose(text: str) -> yaml.Node | None:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    except (ValueError, OverflowError):
+        raise _NumberRangeError(loader.get_mark()) from None
+
+
+_CACHED_LENGTHS = range(200, 20_000)
+"""Files of a usual size, without the values of overrides."""
+_cached_compose = functools.lru_cache(maxsize=32)(_compose)
+"""PyYAML takes 15 ms for the spec of a run, which is read up to four times when the run is resumed."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -259,6 +280,7 @@ _WORDS = {
     "int": "a number such as 3",
     "float": "a number such as 0.5",
 }
+_UNENCODABLE = re.compile("[\0\ud800-\udfff]")
 _CONVERT: dict[str, Callable[[str], Any]] = {
     "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
@@ -296,7 +318,7 @@ class _Reader:
 
     def text(self, node: yaml.ScalarNode) -> str:
         text: str = node.value
-        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        if _UNENCODABLE.search(text):
             raise SpecError(f"{self.place(node)}: {shown(text)} contains NUL or a surrogate; remove it")
         return text
 

@@ -1,6 +1,6 @@
 """Imports what the ranks of the distributed tests need, in the server that they are forked from.
 
-Python has one such server per process: sweeps that are tested in the same process fork their runs from it, too.
+Python has one such server per process: sweeps that are tested in the same process use it for their runs, too.
 Not transformers: ranks that inherit it wait for each other without end in an evaluation that generates text.
 """
 
