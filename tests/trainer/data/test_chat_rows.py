@@ -207,7 +207,8 @@ def test_epochs_and_the_dry_run_know_the_number_of_rows(
 def test_evaluation_by_command_scores_the_answers(
     small: Small, sums: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = build_run(spec_of(small, sums, **{"training.max_steps": 1}), output=tmp_path / "run", device="cpu")
+    changes = {"training.max_steps": 1, "model.at_evaluation.stopping.max_iterations": 16}
+    run = build_run(spec_of(small, sums, **changes), output=tmp_path / "run", device="cpu")
     run.train()
     arguments = ["--checkpoint", str(tmp_path / "run"), "--tokens", str(sums), "--lengths", "24"]
     assert evaluate([*arguments, "--output", str(tmp_path / "scores")]) == 0
