@@ -97,16 +97,17 @@ def register() -> None:
 
     from implicit_blocks.hf import heads, modeling
 
+    classes = []
     for stem in ("ImplicitLlama", "ImplicitMamba2"):
         config = getattr(modeling, f"{stem}Model").config_class
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_class, suffix in AUTO_CLASSES.items():
             model_class = getattr(heads if suffix.endswith("Classification") else modeling, f"{stem}{suffix}")
             getattr(transformers, auto_class).register(config, model_class, exist_ok=True)
-            for package in _loaded_packages():
-                setattr(
-                    package, model_class.__name__, model_class
-                )  # where `transformers serve` looks a class up
+            classes.append(model_class)
+    for package in _loaded_packages():
+        for model_class in classes:
+            setattr(package, model_class.__name__, model_class)  # where `transformers serve` looks a class up
 
 
 def _loaded_packages() -> list[Any]:
