@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,23 +65,41 @@ class PythonServer:
         timeout: float = 120.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run ``python ARGUMENTS``, killed after ``timeout`` seconds; return its exit code and output."""
+        options: dict[str, Any] = {"cwd": cwd, "environment": environment, "warnings": warnings}
+        code = self.wait(self.start(arguments, outputs=self._folder, **options), timeout=timeout)
+        outputs = {name: (self._folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")}
+        return subprocess.CompletedProcess(arguments, code, **outputs)
+
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: Path,
+        outputs: Path,
+        environment: Mapping[str, str] = os.environ,
+        warnings: str = "default",
+    ) -> int:
+        """Start ``python ARGUMENTS``, with ``stdout`` and ``stderr`` in a folder; return its process id."""
+        return self._ask(
+            {
+                "arguments": list(arguments),
+                "cwd": str(cwd),
+                "env": dict(environment),
+                "warnings": warnings,
+                **{name: str(outputs / name) for name in ("stdout", "stderr")},
+            }
+        )
+
+    def wait(self, pid: int, *, timeout: float) -> int:
+        """Return the exit code of a program once it has ended, killed after ``timeout`` seconds."""
+        return self._ask({"wait": pid, "timeout": timeout})
+
+    def _ask(self, order: Mapping[str, Any]) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        outputs = {name: self._folder / name for name in ("stdout", "stderr")}
-        order = {
-            "arguments": list(arguments),
-            "cwd": str(cwd),
-            "env": dict(environment),
-            "warnings": warnings,
-            "timeout": timeout,
-            **{name: str(path) for name, path in outputs.items()},
-        }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
-        return subprocess.CompletedProcess(
-            arguments, code, **{name: path.read_text(encoding="utf-8") for name, path in outputs.items()}
-        )
+        return int(self._process.stdout.readline())
 
     def close(self) -> None:
         """End the server."""

@@ -1,9 +1,10 @@
 """A process that has imported torch once and starts Python programs by forking itself, in milliseconds.
 
 It reads a JSON object a line from its standard input, with the keys "arguments" (``["-m", module, …]``,
-``["-c", code, …]`` or ``[file, …]``), "cwd", "env", "warnings" (an action), "stdout" and "stderr" (paths)
-and "timeout" (in seconds), and answers with the exit code, negative for a signal. A program imports the
-packages of the repository and of plugins itself: only other libraries are shared.
+``["-c", code, …]`` or ``[file, …]``), "cwd", "env", "warnings" (an action), "stdout" and "stderr" (paths),
+and answers with the process id. {"wait": process id, "timeout": seconds} is answered with the exit code,
+negative for a signal; a process that takes longer is killed. A program imports the packages of the repository
+and of plugins itself: only other libraries are shared.
 """
 
 from __future__ import annotations
@@ -100,11 +101,14 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         order = json.loads(line)
+        if "wait" in order:
+            answer.write(f"{wait(order['wait'], order['timeout'])}\n")
+            continue
         pid = os.fork()
         if pid == 0:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             child(order)
-        answer.write(f"{wait(pid, order['timeout'])}\n")
+        answer.write(f"{pid}\n")
 
 
 if __name__ == "__main__":

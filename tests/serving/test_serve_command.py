@@ -7,10 +7,8 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,28 +134,28 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(run, capsy
     assert "serve]" in capsys.readouterr().err
 
 
-@pytest.fixture
-def process(run: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Return a server in a process of its own, and its address."""
-    environment = {**os.environ, KEY_VARIABLE: "secret", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "implicit_blocks", "serve", str(run), "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
-        try:
-            assert started.stderr is not None
-            line = started.stderr.readline()
-            found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            assert found is not None, line
-            yield started, found[0]
-        finally:
-            started.kill()
+def address_in(log: Path) -> str:
+    """Return the address that a server writes once it listens."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if log.is_file() and (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_the_command_serves_until_a_signal(process, sent):
-    started, address = process
-    request = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer secret"})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert b'"mine"' in answer.read()
-    started.send_signal(sent)
-    assert started.wait(timeout=30) in (0, -sent, 128 + sent)
-    assert "Traceback" not in started.stderr.read()
+def test_the_command_serves_until_a_signal(run, sent, python, tmp_path):
+    environment = {**os.environ, KEY_VARIABLE: "secret", "OMP_NUM_THREADS": "1"}
+    command = ["-m", "implicit_blocks", "serve", str(run), "--port", "0", "--device", "cpu"]
+    started = python.start(command, cwd=tmp_path, outputs=tmp_path, environment=environment)
+    try:
+        address = address_in(tmp_path / "stderr")
+        request = urllib.request.Request(f"{address}/v1/models", headers={"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert b'"mine"' in answer.read()
+        os.kill(started, sent)
+    finally:
+        code = python.wait(started, timeout=30)  # killed, where it does not end
+    assert code in (0, -sent, 128 + sent)
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
