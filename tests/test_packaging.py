@@ -1,4 +1,4 @@
-"""The distribution: README, public names, docstrings, wheel, pinned versions, file sizes."""
+"""The distribution: README, public names, docstrings, pinned versions, file sizes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import importlib.util
 import itertools
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -307,45 +305,6 @@ def test_no_file_is_longer_than_500_lines():
 
 
 # -------------------------------------------------------------------------------- the distribution
-
-
-def test_the_wheel_contains_the_packages_and_the_zoo(tmp_path):
-    source = tmp_path / "source"  # building writes into the source folder
-    source.mkdir()
-    for folder in ("implicit_blocks", "trainer", "zoo"):
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source / file)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "-w", tmp_path / "wheels", source],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (tmp_path / "wheels").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-        information = [name for name in archive.namelist() if ".dist-info/" in name]
-    expected = {
-        str(path.relative_to(ROOT))
-        for folder in ("implicit_blocks", "trainer", "zoo")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template", ".html", ".css", ".js"}
-    }
-    assert held == expected
-    assert any(name.endswith("licenses/LICENSE") for name in information)
 
 
 def pinned() -> dict[str, str]:

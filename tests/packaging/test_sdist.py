@@ -1,4 +1,4 @@
-"""The source distribution builds, and an installation from it has the zoo and the plugin template."""
+"""The source distribution and the wheel contain all files; installed, they have the zoo and the template."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("implicit_blocks", "trainer", "zoo")
 
 BUILD = """
 import os, shutil
@@ -54,28 +58,43 @@ def run_program(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_an_installed_source_distribution_contains_all_packages_and_data(tmp_path):
-    source = tmp_path / "source"  # building writes into the source folder
-    source.mkdir()
-    for folder in ("implicit_blocks", "trainer", "zoo"):
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Build the source distribution and the wheel."""
+    source = tmp_path_factory.mktemp("source")  # building writes into the source folder
+    for folder in PACKAGES:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source / file)
     run_program(sys.executable, "-c", BUILD, cwd=source)
-    (archive,) = (source / "dist").glob("implicit_blocks-*.tar.gz")
-    with tarfile.open(archive) as opened:
+    (archive,), (wheel,) = ((source / "dist").glob(f"implicit_blocks-*.{kind}") for kind in ("tar.gz", "whl"))
+    return archive, wheel
+
+
+def sources(*suffixes: str) -> set[str]:
+    """Return the files of the packages with these suffixes."""
+    paths = {path for folder in PACKAGES for path in (ROOT / folder).rglob("*")}
+    return {str(path.relative_to(ROOT)) for path in paths if path.suffix in suffixes}
+
+
+def test_the_source_distribution_contains_all_packages_and_data(archives):
+    with tarfile.open(archives[0]) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    (wheel,) = (source / "dist").glob("implicit_blocks-*.whl")
-    wanted = {
-        str(path.relative_to(ROOT))
-        for folder in ("implicit_blocks", "trainer", "zoo")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template"}
-    }
+    wanted = sources(".py", ".pyi", ".yaml", ".typed", ".template")
     assert names >= wanted | {"pyproject.toml", "README.md", "LICENSE"}
 
+
+def test_the_wheel_contains_the_packages_and_the_zoo(archives):
+    with zipfile.ZipFile(archives[1]) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        information = [name for name in archive.namelist() if ".dist-info/" in name]
+    assert held == sources(".py", ".pyi", ".yaml", ".typed", ".template", ".html", ".css", ".js")
+    assert any(name.endswith("licenses/LICENSE") for name in information)
+
+
+def test_an_installed_source_distribution_has_the_zoo_and_the_template(archives, tmp_path):
     site = tmp_path / "site"
-    shutil.unpack_archive(wheel, site, "zip")  # as pip installs a wheel of Python files
+    shutil.unpack_archive(archives[1], site, "zip")  # as pip installs a wheel of Python files
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run_program(sys.executable, "-c", USE, site, cwd=elsewhere, PYTHONPATH=str(site))
