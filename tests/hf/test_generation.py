@@ -24,12 +24,16 @@ MODES = {
 
 @pytest.fixture
 def lively_model(tiny_model):
-    """Return a function that builds models whose tokens differ between prompts."""
+    """Return a function that builds models of one layer whose tokens differ between prompts.
+
+    The caches of several layers are in test_transformers_classes.py.
+    """
 
     def make(*arguments, **changes):
-        model = tiny_model(*arguments, **changes)
+        model = tiny_model(*arguments, **({"n_layers": 1} | changes))
         with torch.no_grad():
             model.get_input_embeddings().weight.mul_(20)
+            model.get_input_embeddings().weight[18] = 0  # padding, which is not generated
         return model
 
     return make
@@ -45,7 +49,7 @@ def prompts(ids):
 
 def run(model, ids, **options):
     torch.manual_seed(11)
-    return model.generate(**prompts(ids), **({"max_new_tokens": 5, "do_sample": False} | options))
+    return model.generate(**prompts(ids), **({"max_new_tokens": 4, "do_sample": False} | options))
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -53,7 +57,7 @@ def test_every_mode_gives_equal_tokens_with_any_cache(family, lively_model, ids,
     """Left-padded, at a tight tolerance, token for token."""
     model = lively_model(family)
     plain = run(model, ids, use_cache=False, **mode)
-    assert plain.shape[1] == 14
+    assert plain.shape[1] == 13
     for implementation in ("dynamic", "static"):
         assert torch.equal(run(model, ids, cache_implementation=implementation, **mode), plain)
 
@@ -75,7 +79,7 @@ def test_padded_vocabulary_is_never_generated(family, lively_model, ids, mode):
 def test_batch_mates_do_not_change_a_row(family, lively_model, ids):
     model = lively_model(family)
     options = {
-        "max_new_tokens": 6,
+        "max_new_tokens": 4,
         "do_sample": False,
         "output_logits": True,
         "return_dict_in_generate": True,
@@ -83,7 +87,7 @@ def test_batch_mates_do_not_change_a_row(family, lively_model, ids):
     together = model.generate(**prompts(ids), **options)
     for row, first in enumerate((0, 4, 1)):
         alone = model.generate(ids[row : row + 1, first:], pad_token_id=18, **options)
-        assert torch.equal(alone.sequences[0, -6:], together.sequences[row, -6:])
+        assert torch.equal(alone.sequences[0, -4:], together.sequences[row, -4:])
         for a, b in zip(alone.logits, together.logits, strict=True):
             torch.testing.assert_close(a[0], b[row], atol=1e-5, rtol=0)
 
@@ -121,21 +125,21 @@ def test_generation_continues_from_a_cache(family, lively_model, ids):
     model = lively_model(family)
     name = CACHES[family]
     options = {"do_sample": False, "pad_token_id": 18}
-    whole = model.generate(ids, max_new_tokens=8, **options)
-    first = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, **options)
+    whole = model.generate(ids, max_new_tokens=5, **options)
+    first = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **options)
     cache = first.past_key_values  # transformers' name for all families
     assert isinstance(cache, ImplicitCache)
-    assert cache.get_seq_length() == 12  # the last token is not in it
+    assert cache.get_seq_length() == 11  # the last token is not in it
     padded = torch.ones_like(first.sequences)
     for mask in ({}, {"attention_mask": padded}):
         given = {name: copy.deepcopy(cache)}
-        rest = model.generate(first.sequences, max_new_tokens=4, **given, **mask, **options)
+        rest = model.generate(first.sequences, max_new_tokens=2, **given, **mask, **options)
         assert torch.equal(rest, whole)
-        assert given[name].get_seq_length() == 16
+        assert given[name].get_seq_length() == 13
     new = model.generate(
-        first.sequences[:, 12:], max_new_tokens=4, attention_mask=padded, **given | {name: cache}, **options
+        first.sequences[:, 11:], max_new_tokens=2, attention_mask=padded, **given | {name: cache}, **options
     )
-    assert torch.equal(new[:, 1:], whole[:, 13:])
+    assert torch.equal(new[:, 1:], whole[:, 12:])
 
 
 def test_prompts_are_solved_in_windows(lively_model, ids):
@@ -164,9 +168,9 @@ def test_search_options_reach_the_search(family, lively_model, ids, knobs):
 
 def test_assisted_generation_gives_equal_tokens(lively_model, ids):
     """Prompt lookup and a smaller model both propose tokens, and wrong ones are removed from the cache."""
-    model, helper = lively_model("attention"), lively_model("attention", n_layers=1)
+    model, helper = lively_model("attention", n_layers=2), lively_model("attention")
     prompt = torch.cat((ids[:1], ids[:1, :5]), 1)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 18}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 18}
     plain = model.generate(prompt, **options)
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), plain)
     assert torch.equal(model.generate(prompt, assistant_model=helper, **options), plain)
@@ -225,9 +229,9 @@ def test_guidance_combines_the_logits_of_both_prompts(family, lively_model, ids,
     scale = guided["guidance_scale"]
     other = torch.tensor(guided.get("negative_prompt_ids", ids[:1, -1:].tolist()))
     given = guided | ({"negative_prompt_ids": other} if "negative_prompt_ids" in guided else {})
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 18}
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 18}
     prompt, rest = ids[:1], other
-    for _ in range(5):
+    for _ in range(3):
         with torch.no_grad():
             conditional, unconditional = (model(row).logits[:, -1].log_softmax(-1) for row in (prompt, rest))
         mixed = scale * (conditional - unconditional) + unconditional

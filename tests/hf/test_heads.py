@@ -55,7 +55,7 @@ def test_a_head_loads_the_language_model_and_survives_saving(kind, language_mode
         assert torch.equal(again(ids).logits, found)
         assert found.shape == ((3, 3) if kind == "sequence" else (3, 9, 3))
         half = HEADS[kind].from_pretrained(tmp_path / "head", dtype=torch.bfloat16)
-        assert half(ids).logits.isfinite().all()
+        assert half(ids, max_iterations=8).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

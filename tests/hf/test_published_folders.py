@@ -119,9 +119,11 @@ def test_every_shipped_configuration_builds_with_the_published_parameters(family
     config = shipped_config(family, size, variant)
     spec = published.import_spec(config)
     explicit, injection, gains = counted_by_hand(config)
+    parameters = count_parameters(spec).total
+    # Layers are alike: two of the larger models' show what each of them has.
+    built = spec if size == "130m" else spec.model_copy(update={"n_layers": 2})
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in ib.build(spec).parameters())
-    assert parameters == count_parameters(spec).total
+        assert sum(p.numel() for p in ib.build(built).parameters()) == count_parameters(built).total
     if variant == "explicit":
         assert parameters == explicit
         assert explicit / 1e6 == pytest.approx(MILLIONS[family, size][0], abs=0.051)

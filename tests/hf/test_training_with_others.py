@@ -27,6 +27,7 @@ def trainer_of(model, folder, **arguments):
     common = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0, "logging_steps": 5}
     settings = {
         "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 64,
         "learning_rate": 1e-2,
         "max_steps": 15,
         "save_strategy": "no",

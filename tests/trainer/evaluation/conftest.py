@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,7 @@ def _model(family: str = "attention", **changes: Any) -> Any:
     return model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_model() -> Callable[..., Any]:
     return _model
 
@@ -180,31 +181,45 @@ def _quiet_terminal(monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")  # set by the command too, and not to stay set
 
 
-@pytest.fixture
-def exported(tmp_path, small_model, tokenizer) -> Path:
+@pytest.fixture(scope="session")
+def exported_once(tmp_path_factory, small_model, tokenizer_file) -> Path:
     from implicit_blocks.hf import from_library
+    from implicit_blocks.hf.tokenizer import load_tokenizer
 
-    folder = tmp_path / "exported"
+    folder = tmp_path_factory.mktemp("exported")
     from_library(small_model(), max_position_embeddings=64).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    load_tokenizer(tokenizer_file).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture
-def run_folder(tmp_path, small) -> Path:
-    """Train two steps of a model with 300 tokens."""
+def exported(tmp_path, exported_once) -> Path:
+    """Return a copy of the folder of a model with its tokenizer."""
+    return shutil.copytree(exported_once, tmp_path / "exported")
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory, small) -> Path:
     from trainer.run.build import build
 
-    write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
+    folder = tmp_path_factory.mktemp("trained")
+    write_tokens(folder / "text.bin", np.arange(2000) % 300, vocab_size=300)
     spec = small(
         {
             "model.vocab_size": 300,
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 16},
+            "data": {"kind": "tokens", "path": str(folder / "text.bin"), "seq_len": 16},
             "training.max_steps": 2,
             "evaluation.lengths": [16],
         }
     )
-    build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
+    build(spec, name="mine", output=folder / "run", device="cpu").train()
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path, trained_once) -> Path:
+    """Return a copy of a run of two steps with 300 tokens; the tokens are in ``text.bin`` beside it."""
+    shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 
