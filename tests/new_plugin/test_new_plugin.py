@@ -122,7 +122,8 @@ def test_the_installed_plugin_is_listed_and_trains_from_yaml(empty, family, plug
     name = f"acme_{family}_thing"
     environment = with_plugin(name, plugins / "site")
     small = ["training.max_steps=2", "training.batch_size=4", "evaluation.sequences=4"]
-    small += ["evaluation.lengths=[32]", "evaluation.batch_size=4"]
+    small += ["evaluation.lengths=[32]", "evaluation.batch_size=4", "model.d_model=32"]
+    small += ["model.stopping.max_iterations=4", "model.at_evaluation.stopping.max_iterations=8"]
     listing = ["-m", "implicit_blocks", "list"]
     training = ["-m", "trainer", "--spec", f"word_problem_s3_{name}", "--output", "run", *small]
     for arguments in (listing, training):

@@ -195,7 +195,7 @@ def byte_model(kind: str = "mamba2", **changes: Any) -> Any:
         for block in model.backbone.blocks():
             if hasattr(block.mixer.in_proj, "parametrizations"):
                 block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
-                block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+                block.mixer.out_proj.parametrizations.weight.original0.mul_(40.0)
     return model.eval()
 
 

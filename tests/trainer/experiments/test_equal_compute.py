@@ -274,7 +274,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 TINY = {
     "width": 16, "length": 16, "batch_size": 2, "precision": "float32", "families": ("llama",),
     "shapes": ("1-1-1x2",), "layers": (4,), "learning_rates": (1e-2,), "weight_decays": (0.5, 1.0),
-    "shares": (1.0,), "petaflops": 1.2e-7, "seeds": (1, 2), "sequences": 4, "side_by_side": 2,
+    "shares": (1.0,), "petaflops": 7.2e-8, "seeds": (1, 2), "sequences": 4, "side_by_side": 2,
     "kinds": ("equal_size",),
 }  # fmt: skip
 
