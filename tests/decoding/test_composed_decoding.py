@@ -70,9 +70,12 @@ def built(case, layers, *, device="cpu"):
     model = ib.build(spec_class(**fields)).eval().to(device)
     with torch.no_grad():
         model.embedding.weight.mul_(20)
-        if model.spec.weight_norm:  # let the map contract
-            for block in model.backbone.blocks():
-                block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
+        for block in model.backbone.blocks():  # let the map contract
+            if model.spec.weight_norm:
+                block.mixer.in_proj.parametrizations.weight.original0.mul_(0.05)
+                block.mixer.out_proj.parametrizations.weight.original0.mul_(30.0)
+            elif case == "narrow core":
+                block.mixer.out_proj.weight.mul_(0.3)
     return model
 
 
