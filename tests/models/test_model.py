@@ -31,8 +31,8 @@ def contracting(mixer, dtype=torch.float64, **changes):
     model = ib.build(spec_of(mixer, **changes))
     with torch.no_grad():
         for block in model.backbone.blocks():
-            block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
-            block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+            block.mixer.in_proj.parametrizations.weight.original0.mul_(0.05)
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(30.0)
     return model.to(dtype)
 
 
