@@ -109,7 +109,8 @@ def test_the_published_fixed_point_is_a_fixed_point_of_the_map(name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("window_length", [1, 5, None], ids=["sequential", "windows", "simultaneous"])
-def test_logits_at_the_fixed_point_match_the_published_sequential_logits(name, window_length):
+@pytest.mark.parametrize("tokens", [12, pytest.param(None, marks=pytest.mark.slow)], ids=["first12", "all"])
+def test_logits_at_the_fixed_point_match_the_published_sequential_logits(name, window_length, tokens):
     if window_length != 1 and name.startswith("mamba2"):
         pytest.skip("the random weights of this case do not converge with several tokens in a window")
     spec, _, expected = case(name)
@@ -118,7 +119,7 @@ def test_logits_at_the_fixed_point_match_the_published_sequential_logits(name, w
     )
     model = model_of(name, at_evaluation=tight).eval()
     with torch.no_grad():
-        out = model(expected["input_ids"], window_length=window_length)
+        out = model(expected["input_ids"][:, :tokens], window_length=window_length)
     # Only the published tolerance and maximum of iterations give the same numbers: they leave the logits
     # 1.5e-4 from the fixed point of a float64 solve in mamba2_deep, and 1.8e-5 in mamba2_tiny.
-    check_close(out.logits, expected["sequential.logits"], 2e-5)
+    check_close(out.logits, expected["sequential.logits"][:, :tokens], 2e-5)
