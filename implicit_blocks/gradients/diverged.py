@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map, RowMap, SearchLike
+from implicit_blocks.search.loop import still_at_padding
 from implicit_blocks.solution import Solution
 
 
@@ -43,6 +44,8 @@ class Found(NamedTuple):
     """The map's value there."""
     has_diverged: bool
     """Whether some rows have diverged, but not all."""
+    valid: Tensor | None
+    """False at padding of these rows, (B, L) bool; None: there is none."""
 
     def restore(self, value: Tensor) -> Tensor:
         """Return ``value`` (B, …) with the search's values in rows that have diverged, without a gradient."""
@@ -50,14 +53,18 @@ class Found(NamedTuple):
 
 
 def call_at_solution(f: Map, z0: Tensor, search: SearchLike) -> Found:
-    """Search from ``z0`` (B, …), then call ``f`` once at the result, with gradients and without bad rows."""
+    """Search from ``z0`` (B, …), then call ``f`` once at the result, with gradients and without bad rows.
+
+    Padding keeps its start, a constant: an adjoint would otherwise depend on the map there.
+    """
     solution = search(f, z0)
     z, has_diverged = solution.z, solution.some_diverged()
+    valid = getattr(search, "valid", None)  # a plain function has none
     if has_diverged:
         f, rows = replace_diverged(f, z0, solution)
-        z = z[rows]
+        z, valid = z[rows], None if valid is None else valid[rows]
     z = z.detach().requires_grad_()
-    return Found(solution, z, f(z), has_diverged)
+    return Found(solution, z, still_at_padding(f(z), z.detach(), valid), has_diverged, valid)
 
 
 def _fixed_at_start(f: Map, z0: Tensor, solution: Solution) -> Map:

@@ -63,7 +63,7 @@ class ImplicitFunction(GradientEstimator):
         if value.requires_grad:  # else the map depends on nothing differentiable, not even on z
             agree = getattr(search, "agree", None)  # a plain function has none
             agree = agree if isinstance(agree, DividedRows) else None
-            backward = Search(solver=self.solver, stopping=self.stopping, agree=agree)
+            backward = Search(solver=self.solver, stopping=self.stopping, agree=agree, valid=found.valid)
             value = _Implicit.apply(value, found.z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return found.solution.with_value(found.restore(value), adjoint=adjoint)
 
