@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,74 +42,46 @@ def run_two_ranks(compute: Callable[..., Tensor], *arguments: Any, name: Any) ->
         Path(folder, "payload").write_bytes(payload)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        shares: list[tuple[int, ...]] = [(0, 1)] if _FORKS else [(0,), (1,)]
-        processes = [_started(folder, ranks, environment) for ranks in shares]
+        program = [sys.executable, "-m", "implicit_blocks.testing.ranks", folder]
+        # A forked rank need not import torch again.
+        shares = [["0", "1"]] if hasattr(os, "fork") else [["0"], ["1"]]
+        options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        ranks = [subprocess.Popen([*program, *share], env=environment, **options) for share in shares]
         try:
-            for process in processes:
-                process.wait(timeout=SECONDS)
+            for rank in ranks:
+                rank.wait(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             require(False, name, "ddp", f"two ranks did not finish within {SECONDS} s")
         finally:
-            for process in processes:
-                _end(process)
-        for rank in (0, 1):
-            errors = Path(folder, f"errors{rank}").read_text(encoding="utf-8", errors="replace")
-            last = (errors.strip().splitlines() or ["no error output"])[-1]
-            last = last.removeprefix(f"[rank{rank}]: ")
-            require(Path(folder, f"result{rank}").exists(), name, "ddp", f"rank {rank} failed: {last}")
-        return [torch.load(Path(folder, f"result{rank}"), weights_only=True) for rank in (0, 1)]
-
-
-_FORKS = hasattr(os, "fork")
-"""Whether one process can import torch and the component for both ranks."""
-
-
-def _started(folder: str, ranks: Sequence[int], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that runs one rank, or forks to run both."""
-    for rank in (0, 1):
-        Path(folder, f"errors{rank}").touch()
-    with open(Path(folder, f"errors{ranks[0]}"), "wb") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", "implicit_blocks.testing.ranks", folder, *map(str, ranks)],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,  # so that both ranks are killed together
-        )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and the one that it forked, if they still run."""
-    if _FORKS:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        results = [Path(folder, f"result{number}") for number in (0, 1)]
+        for number, result in enumerate(results):
+            error = Path(folder, f"error{number}")
+            last = error.read_text(encoding="utf-8") if error.exists() else "no error output"
+            require(result.exists(), name, "ddp", f"rank {number} failed: {last}")
+        return [torch.load(result, weights_only=True) for result in results]
 
 
 def main(folder: str, rank: int, other: int | None = None) -> None:
-    """Run a rank, and ``other``, if it is given, in a fork of this process."""
-    compute, arguments = pickle.loads(Path(folder, "payload").read_bytes())
-    forked = 0 if other is None else os.fork()
-    if other is not None and forked == 0:
-        rank = other
-        os.dup2(os.open(Path(folder, f"errors{rank}"), os.O_WRONLY), sys.stderr.fileno())
+    """Run a rank, and ``other`` in a fork of this process."""
+    forked = 0
     try:
-        result = _computed(compute, arguments, folder, rank)
-        torch.save(result, Path(folder, f"result{rank}"))
+        compute, arguments = pickle.loads(Path(folder, "payload").read_bytes())
+        if other is not None and not (forked := os.fork()):
+            rank = other
+            signal.alarm(SECONDS)  # ends a rank that hangs
+        place, limit = Path(folder, "store").absolute().as_uri(), timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2, timeout=limit)
+        torch.save(compute(*arguments, rank), Path(folder, f"result{rank}"))
+    except Exception as error:
+        Path(folder, f"error{rank}").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
     finally:
-        if forked:
-            os.waitpid(forked, 0)
-
-
-def _computed(compute: Callable[..., Tensor], arguments: tuple[Any, ...], folder: str, rank: int) -> Tensor:
-    """Return ``compute(*arguments, rank)`` in the process group."""
-    place = Path(folder, "store").absolute().as_uri()
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    try:
-        return compute(*arguments, rank)
-    finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if forked:
+        os.waitpid(forked, 0)
 
 
 if __name__ == "__main__":
