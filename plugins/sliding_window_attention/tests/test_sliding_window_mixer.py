@@ -26,15 +26,13 @@ def make(window: int, **options) -> ib.Mixer:
 # Tokens one by one, or an attention window of more than the sequence, are never divided into blocks.
 WALKS = [(window, "blocks", cuts) for window in (1, 4, 7) for cuts in CUTS if cuts != "tokens"]
 WALKS += [(window, "dense", cuts) for window in (4, 50) for cuts in CUTS]
-SLOW_WALKS = [(window, "dense", cuts) for window in (1, 7) for cuts in CUTS]
+slow = pytest.mark.slow
+WALKS += [pytest.param(window, "dense", cuts, marks=slow) for window in (1, 7) for cuts in CUTS]
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize(
-    ("window", "path", "cuts"),
-    [*WALKS, *(pytest.param(*walk, marks=pytest.mark.slow) for walk in SLOW_WALKS)],
-)
+@pytest.mark.parametrize(("window", "path", "cuts"), WALKS)
 def test_padding_and_batch_mates_do_not_change_a_row(monkeypatch, window, path, cuts, padding, documents):
     monkeypatch.setattr(band, "MINIMUM_BLOCK", 1 if path == "blocks" else 64)
     spec = SlidingWindowAttentionSpec(window=window, n_heads=4, n_kv_heads=2)

@@ -15,13 +15,13 @@ SMALL = [
     "training.batch_size=16",
     "evaluation.sequences=16",
     "evaluation.batch_size=16",
-    "evaluation.lengths=[32]",
+    "evaluation.lengths=[16]",
 ]
 
 
 def test_training_decreases_the_loss(tmp_path):
     output = tmp_path / "run"
-    assert main(["--spec", SPEC, "--output", str(output), *SMALL]) == 0
+    assert main(["--spec", SPEC, "--output", str(output), *SMALL, "data.seq_len=16"]) == 0
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 30
