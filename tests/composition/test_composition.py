@@ -23,7 +23,7 @@ from trainer.run.build import build
 from trainer.specs.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-D_MODEL, STEPS = 16, 20
+D_MODEL, STEPS, FEW_STEPS = 16, 20, 12  # the few steps are those of the fast suite
 
 # Settings that kinds require, or that make them small.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
@@ -97,7 +97,7 @@ def name(combination: Combination) -> str:
     return "-".join(part["kind"] for part in combination)
 
 
-def run_spec(combination: Combination) -> RunSpec:
+def run_spec(combination: Combination, steps: int = STEPS) -> RunSpec:
     mixer, solver, gradient = combination
     return RunSpec.model_validate(
         {
@@ -113,7 +113,7 @@ def run_spec(combination: Combination) -> RunSpec:
             },
             "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.9, "seq_len": 12},
             "training": {
-                "max_steps": STEPS,
+                "max_steps": steps,
                 "batch_size": 16,
                 "optimizer": {"kind": "adamw", "learning_rate": 1e-2},
                 "schedule": {"kind": "warmup_linear", "warmup": 0.1},
@@ -133,14 +133,14 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def train_in_two_parts(combination: Combination, folder: Path) -> torch.nn.Module:
+def train_in_two_parts(combination: Combination, folder: Path, steps: int = STEPS) -> torch.nn.Module:
     """Train half of the steps and resume in a new model; check that the loss falls; return the model."""
-    spec = run_spec(combination)
-    assert build(spec, output=folder, device="cpu").train(stop_at=STEPS // 2) is None
+    spec = run_spec(combination, steps)
+    assert build(spec, output=folder, device="cpu").train(stop_at=steps // 2) is None
     resumed = build(spec, output=folder, device="cpu", resume=True)
     assert resumed.train() is not None
     per_step = losses(folder)
-    assert len(per_step) == STEPS
+    assert len(per_step) == steps
     assert sum(per_step[-5:]) < 0.9 * sum(per_step[:5]), per_step
     return resumed.model
 
@@ -152,8 +152,8 @@ def check_generation(model: torch.nn.Module) -> None:
     """
     model.double().eval()
     prompts = [[1, 0, 2, 0], [3]]
-    made = generate(model, prompts, max_new_tokens=4, return_logits=True)
-    assert made.tokens.shape == (2, 4)
+    made = generate(model, prompts, max_new_tokens=2, return_logits=True)
+    assert made.tokens.shape == (2, 2)
     assert made.logits is not None
     assert bool(made.logits.isfinite().all())
     assert made.iterations is not None
@@ -180,7 +180,7 @@ def test_continuous_decoding_equals_generate_for_every_mixer(mixer):
 
 @pytest.mark.parametrize("combination", COVERING, ids=name)
 def test_covering_combinations_train_resume_and_generate(combination, tmp_path):
-    check_generation(train_in_two_parts(combination, tmp_path / "run"))
+    check_generation(train_in_two_parts(combination, tmp_path / "run", FEW_STEPS))
 
 
 @pytest.mark.slow
