@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+# Imports and collected tests create many objects and little garbage: collect it rarely until they are done.
+gc.set_threshold(200_000, 10, 10)
+
 # The workers and the programs that the tests start share compiled modules, even where the environment turns
 # this off, as many containers do: otherwise each compiles every module, and pytest rewrites every test.
 sys.dont_write_bytecode = False

@@ -122,10 +122,11 @@ def pairs(combination: Combination) -> set[tuple[int, str, int, str]]:
 
 def covering() -> Iterator[Combination]:
     """Yield combinations until every pair of choices that is allowed has occurred, greedily."""
-    missing = set().union(*map(pairs, ALL))
+    pairs_of = {combination: pairs(combination) for combination in ALL}
+    missing = set().union(*pairs_of.values())
     while missing:
-        best = max(ALL, key=lambda combination: len(pairs(combination) & missing))
-        missing -= pairs(best)
+        best = max(ALL, key=lambda combination: len(pairs_of[combination] & missing))
+        missing -= pairs_of[best]
         yield best
 
 
