@@ -58,8 +58,8 @@ def run_two_ranks(compute: Callable[..., Tensor], *arguments: Any, name: Any) ->
                 rank.wait()
         results = [Path(folder, f"result{number}") for number in (0, 1)]
         for number, result in enumerate(results):
-            error = Path(folder, f"error{number}")
-            last = error.read_text(encoding="utf-8") if error.exists() else "no error output"
+            report = Path(folder, f"error{number}")
+            last = report.read_text(encoding="utf-8") if report.exists() else "no error output"
             require(result.exists(), name, "ddp", f"rank {number} failed: {last}")
         return [torch.load(result, weights_only=True) for result in results]
 
