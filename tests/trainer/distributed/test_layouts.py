@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -78,38 +79,70 @@ def assert_equal_rows(rows: list[dict[str, Any]], expected: list[dict[str, Any]]
             assert row[name] == pytest.approx(other[name], rel=1e-4), name
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def trained(request: Any, processes: Any, tmp_path_factory: Any) -> Any:
+FAST = {  # each layout for one model at least, and the usual ones for both; the others are slow
+    "mamba2": list(LAYOUTS),
+    "llama": ["auto", "fsdp", "fsdp_by_layer", "checkpointed", "checkpointed_by_layer"],
+}
+
+
+def run_of(model: str, layout: str) -> Any:
+    if layout == "checkpointed":
+        return spec_of(MODELS[model], distributed={"kind": "fsdp"}, checkpoint_activations="layers")
+    if layout == "checkpointed_by_layer":
+        by_layer = {"kind": "fsdp", "unit": "layer"}
+        return spec_of(MODELS[model], distributed=by_layer, checkpoint_activations="steps")
+    return spec_of(MODELS[model], distributed=LAYOUTS[layout])
+
+
+def train_in(layouts: list[str], model: str, processes: Any, folder: Path) -> Any:
     """Return a model's run on one process, and on two in each layout."""
-    model, folder = MODELS[request.param], tmp_path_factory.mktemp("layouts")
-    expected = scenarios.train(spec_of(model), str(folder / "single"))
-    specs = {name: spec_of(model, distributed=layout) for name, layout in LAYOUTS.items()}
-    specs["checkpointed"] = spec_of(model, distributed={"kind": "fsdp"}, checkpoint_activations="layers")
-    specs["checkpointed_by_layer"] = spec_of(
-        model, distributed={"kind": "fsdp", "unit": "layer"}, checkpoint_activations="steps"
-    )
-    return expected, processes("train_each", runs=specs, folder=str(folder))
+    expected = scenarios.train(spec_of(MODELS[model]), str(folder / "single"))
+    runs = {layout: run_of(model, layout) for layout in layouts}
+    return expected, processes("train_each", runs=runs, folder=str(folder))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "checkpointed", "checkpointed_by_layer"])
-def test_losses_are_those_of_one_process(trained: Any, layout: str) -> None:
-    expected, (found, same) = trained
-    assert_equal_rows(found[layout]["rows"], expected["rows"])
-    assert found[layout]["rows"] == same[layout]["rows"]  # one file, written by one
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_evaluations_are_those_of_one_process(trained: Any, layout: str) -> None:
-    expected, (found, _) = trained
-    for row, other in zip(found[layout]["evaluations"], expected["evaluations"], strict=True):
+def assert_equal_evaluations(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for row, other in zip(rows, expected, strict=True):
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
         for name in ("set", "sequences", "accuracy", "accuracy_last"):
             assert row.get(name) == other.get(name), name
         assert row["iterations"] == pytest.approx(other["iterations"], rel=1e-3)
 
 
+@pytest.fixture(scope="module")
+def trained(processes: Any, tmp_path_factory: Any) -> Any:
+    """Return a function that gives the runs of a model on one process and on two, which are made once."""
+    return functools.cache(
+        lambda model: train_in(FAST[model], model, processes, tmp_path_factory.mktemp("layouts"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(model, layout) for model, layouts in FAST.items() for layout in layouts],
+)
+def test_losses_are_those_of_one_process(trained: Any, model: str, layout: str) -> None:
+    expected, (found, same) = trained(model)
+    assert_equal_rows(found[layout]["rows"], expected["rows"])
+    assert found[layout]["rows"] == same[layout]["rows"]  # one file, written by one
+    assert_equal_evaluations(found[layout]["evaluations"], expected["evaluations"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_in_the_other_layouts_are_those_of_one_process(
+    model: str, processes: Any, tmp_path: Path
+) -> None:
+    layouts = {*LAYOUTS, "checkpointed", "checkpointed_by_layer"}.difference(FAST[model])
+    expected, (found, same) = train_in(sorted(layouts), model, processes, tmp_path)
+    for layout in layouts:
+        assert_equal_rows(found[layout]["rows"], expected["rows"])
+        assert found[layout]["rows"] == same[layout]["rows"]
+        assert_equal_evaluations(found[layout]["evaluations"], expected["evaluations"])
+
+
 def test_layouts_are_those_of_the_spec(trained: Any) -> None:
-    _, (found, other) = trained
+    _, (found, other) = trained("mamba2")
     assert {name: found[name]["layout"] for name in LAYOUTS} == {
         "auto": "ddp",  # on the CPU
         "fsdp": "fsdp",
@@ -125,7 +158,7 @@ def test_layouts_are_those_of_the_spec(trained: Any) -> None:
 
 
 def test_ranks_stop_independently_unless_the_loop_communicates(trained: Any) -> None:
-    _, (first, second) = trained
+    _, (first, second) = trained("mamba2")
     for layout in ("auto", "fsdp", "hsdp"):
         assert first[layout]["calls"] != second[layout]["calls"]
     for layout in ("fsdp_by_layer", "fsdp_by_layer_fixed"):
@@ -155,6 +188,7 @@ def test_the_loss_is_the_mean_over_the_labels_of_all_ranks(processes: Any, tmp_p
                 MAMBA2, distributed={"kind": kind}, micro_batch_size=size, batch_size=6, max_steps=2
             )
             spec["evaluation"]["sequences"] = 2
+            spec["model"]["stopping"]["max_iterations"] = 4
             runs[f"{kind}_{size}"] = spec
     expected = scenarios.train(runs["ddp_None"], str(tmp_path / "single"), hide=True)["rows"]
     found = processes("train_each", runs=runs, folder=str(tmp_path), hide=True)[0]
