@@ -190,7 +190,7 @@ class Wavefront:
         known = torch.ones_like(lengths, dtype=torch.bool)[:, None]
         prefix = replace(window, valid_BT=torch.cat((known, flight.done), 1), gaps=False, shared={})
         inputs = self._read(rows_R, window, prefix, flight)
-        begun = self._begun(flight, inputs, window, order == commits[:, None])
+        begun = _begun(self, flight, inputs, window, order == commits[:, None])
         z_RLC = begun.z
         fz_RLC = self._mapped(z_RLC, rows_R, window, prefix, inputs, commits)
         value_RLC = torch.where(fz_RLC.sum(-1, keepdim=True).isfinite(), fz_RLC, z_RLC)
@@ -275,30 +275,31 @@ class Wavefront:
             self._inputs = None if bool(flight.done.any()) else (rows_R.tolist(), inputs)
         return inputs
 
-    def _begun(self, flight: Flight, inputs: Inputs, window: Window, head_RL: Tensor) -> Flight:
-        """Return the windows with fresh tokens at their start, and the head's calls counted."""
-        model, fresh = self.batch.model, flight.fresh
-        start = model.initial_point(inputs.x_RLD, inputs.c_RLD, window.positions_BL).to(flight.z.dtype)
-        z_RLC = torch.where(fresh[..., None], start, flight.z)
-        begins_as_head = head_RL & (fresh | (flight.as_head == 0))
-        initial = self.solver.init(start.flatten(0, 1))
-        state = pytree.tree_map(
-            lambda new, old: torch.where(_like(fresh, old), new.unflatten(0, fresh.shape), old),
-            initial,
-            flight.solver,
-        )
-        return flight._replace(
-            z=z_RLC,
-            best=torch.where(begins_as_head[..., None], z_RLC, flight.best),
-            lowest=flight.lowest.masked_fill(begins_as_head, torch.inf),
-            scale=flight.scale.masked_fill(fresh, SMALLEST_SCALE),
-            iterations=flight.iterations.masked_fill(fresh, 0),
-            as_head=flight.as_head.masked_fill(fresh, 0) + head_RL,
-            clean=torch.where(fresh, head_RL, flight.clean),
-            within=flight.within.masked_fill(fresh, torch.inf),
-            fresh=torch.zeros_like(fresh),
-            solver=state,
-        )
+
+def _begun(wavefront: Wavefront, flight: Flight, inputs: Inputs, window: Window, head_RL: Tensor) -> Flight:
+    """Return the windows with fresh tokens at their start, and the head's calls counted."""
+    model, fresh = wavefront.batch.model, flight.fresh
+    start = model.initial_point(inputs.x_RLD, inputs.c_RLD, window.positions_BL).to(flight.z.dtype)
+    z_RLC = torch.where(fresh[..., None], start, flight.z)
+    begins_as_head = head_RL & (fresh | (flight.as_head == 0))
+    initial = wavefront.solver.init(start.flatten(0, 1))
+    state = pytree.tree_map(
+        lambda new, old: torch.where(_like(fresh, old), new.unflatten(0, fresh.shape), old),
+        initial,
+        flight.solver,
+    )
+    return flight._replace(
+        z=z_RLC,
+        best=torch.where(begins_as_head[..., None], z_RLC, flight.best),
+        lowest=flight.lowest.masked_fill(begins_as_head, torch.inf),
+        scale=flight.scale.masked_fill(fresh, SMALLEST_SCALE),
+        iterations=flight.iterations.masked_fill(fresh, 0),
+        as_head=flight.as_head.masked_fill(fresh, 0) + head_RL,
+        clean=torch.where(fresh, head_RL, flight.clean),
+        within=flight.within.masked_fill(fresh, torch.inf),
+        fresh=torch.zeros_like(fresh),
+        solver=state,
+    )
 
 
 def _finish(
