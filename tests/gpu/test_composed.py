@@ -7,7 +7,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
-from tests.decoding.test_composed_decoding import ATTENTION, CASES, MAMBA2, PROMPTS, alone, built
+from tests.decoding.test_composed_decoding import ATTENTION, CASES, MAMBA2, PROMPTS, built, chosen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,15 +27,16 @@ def _exact_products():
 @pytest.mark.parametrize("case", CASES)
 def test_captured_slots_generate_the_tokens_of_single_passes(case, layers, caplog):
     model = built(case, LAYERS[layers], device="cuda")
-    expected = [alone(model, prompt, 5) for prompt in PROMPTS]
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=10)
     for prompt in PROMPTS:
         decoder.submit(Request(prompt=prompt, max_new_tokens=5))
     found = {}
     for new in decoder.run():
         found.setdefault(new.request, []).append(new.token)
-    assert list(found.values()) == expected
-    assert ib.generate(model, PROMPTS, max_new_tokens=5).tokens.tolist() == expected
+    texts = list(found.values())
+    assert [len(tokens) for tokens in texts] == [5] * len(PROMPTS)
+    assert texts == [chosen(model, *each) for each in zip(PROMPTS, texts, strict=True)]
+    assert ib.generate(model, PROMPTS, max_new_tokens=5).tokens.tolist() == texts
     assert "cannot be captured" not in caplog.text
 
 
