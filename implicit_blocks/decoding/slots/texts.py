@@ -203,6 +203,13 @@ def by_rule(texts: dict[int, Text]) -> dict[Sampling, list[int]]:
     return places
 
 
+def mask_of(places: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """Return a mask (R,) of ``size`` places that is True at these, without synchronizing with the device."""
+    mask, chosen = torch.zeros(size, dtype=torch.bool, device=device), set(places)
+    put_(mask, [place in chosen for place in range(size)])
+    return mask
+
+
 def draw_tokens(batch: SlotBatch, places: Places, texts: dict[int, Text]) -> None:
     """Process logits and sample tokens for the texts that request it; texts with one rule together."""
     own = [(place, text) for place, text in texts.items() if text.tokens_T is not None]
@@ -213,10 +220,8 @@ def draw_tokens(batch: SlotBatch, places: Places, texts: dict[int, Text]) -> Non
         for place in drawing:
             keys_N = texts[place].keys_N
             keys[place] = keys[place] if keys_N is None else keys_N[texts[place].chosen]
-        where, chosen_places = torch.zeros_like(places.where_R), set(drawing)
-        put_(where, [place in chosen_places for place in range(len(keys))])
         chosen = sampling.choose(places.logits_RV, torch.stack(keys))
-        batch.take_tokens(places, chosen, where)
+        batch.take_tokens(places, chosen, mask_of(drawing, len(keys), batch.device))
     for place, text in own:
         assert text.tokens_T is not None
         text.tokens_T[text.ids.shape[1] + text.chosen] = batch.tokens_S[places.rows_R[place]]
@@ -233,8 +238,7 @@ def draw_in_flight(wavefront: Wavefront, size: int, rows_R: Tensor, texts: dict[
             for number in range(count):
                 text.process(length + number + 1, results.logits[place, number])
     for sampling, drawing in by_rule(texts).items():
-        where, chosen_places = torch.zeros(size, dtype=torch.bool, device=rows_R.device), set(drawing)
-        put_(where, [place in chosen_places for place in range(size)])
+        where = mask_of(drawing, size, rows_R.device)
         keys = wavefront.keys(rows_R)
         drawn = sampling.choose(results.logits.flatten(0, 1), keys.flatten()).view_as(results.chosen)
         results.chosen.copy_(torch.where(where[:, None], drawn, results.chosen))
