@@ -96,11 +96,9 @@ def _convolve_plainly(
     if is_transformed():
         full = torch.cat([tail_BWC.to(x_BLC.dtype), x_BLC], dim=1)
         return convolve(full, weight_CW, bias_C, silu, same_BLW).to(x_BLC.dtype)
-    differentiable = (x_BLC, tail_BWC, weight_CW, bias_C)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        y: Tensor = TiledConvolution.apply(*differentiable, silu, same_BLW)  # type: ignore[no-untyped-call] # torch leaves it untyped
-        return y
-    return convolve_tiled(*differentiable, silu, same_BLW)
+    arguments = (x_BLC, tail_BWC, weight_CW, bias_C, silu, same_BLW)
+    y: Tensor = TiledConvolution.apply(*arguments)  # type: ignore[no-untyped-call] # torch leaves it untyped
+    return y
 
 
 _TORCH = Backend("torch", _convolve_plainly)

@@ -154,18 +154,10 @@ def ssd_chunked(
         return ssd_step(*tensors, **options)
     if is_transformed():
         return ssd_chunked_autograd(*tensors, chunk_size=chunk_size, **options)
-    inputs = Inputs(*tensors, documents_BL, initial_document_B)
-    needs_gradient = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*inputs[:5], initial_state_BHPN)
-    )
-    if not needs_gradient:
-        window = Window(inputs, chunk_size)
-        y, h, _ = scan_tiles(
-            window, initial_state_BHPN, return_final_state=return_final_state, keep_states=False
-        )
-        return y, h
-    arguments = (*inputs, initial_state_BHPN, chunk_size, return_final_state)
-    y, h = _ChunkedScan.apply(*arguments)  # type: ignore[no-untyped-call] # torch leaves it untyped
+    needs_gradient = any(t is not None and t.requires_grad for t in (*tensors, initial_state_BHPN))
+    keep_states = needs_gradient and torch.is_grad_enabled()
+    given = (*tensors, documents_BL, initial_document_B, initial_state_BHPN)
+    y, h = _ChunkedScan.apply(*given, chunk_size, return_final_state, keep_states)  # type: ignore[no-untyped-call] # torch leaves it untyped
     return y, h
 
 
@@ -211,10 +203,12 @@ class _ChunkedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        *given, initial, chunk_size, return_final_state = arguments
+        *given, initial, chunk_size, return_final_state, keep_states = arguments
         inputs = Inputs(*given)
         window = Window(inputs, chunk_size)
-        y, final, kept = scan_tiles(window, initial, return_final_state=return_final_state, keep_states=True)
+        y, final, kept = scan_tiles(
+            window, initial, return_final_state=return_final_state, keep_states=keep_states
+        )
         ctx.save_for_backward(*inputs, initial, kept)
         ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
@@ -226,10 +220,10 @@ class _ChunkedScan(torch.autograd.Function):
         *given, initial, kept = ctx.saved_tensors
         inputs = Inputs(*given)
         if torch.is_grad_enabled():
-            return *_differentiable_gradients(inputs, initial, ctx.chunk_size, dy, dfinal), None, None
+            return *_differentiable_gradients(inputs, initial, ctx.chunk_size, dy, dfinal), None, None, None
         with without_autocast(inputs.x.device.type):
             window = Window(inputs, ctx.chunk_size)
-            return *tile_gradients(window, initial, kept, dy, dfinal), None, None
+            return *tile_gradients(window, initial, kept, dy, dfinal), None, None, None
 
 
 def _differentiable_gradients(

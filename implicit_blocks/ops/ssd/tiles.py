@@ -60,6 +60,7 @@ class Window:
         self.inputs = inputs
         self.batch, self.length, self.heads, self.width = inputs.x.shape
         self.groups, self.d_state = inputs.B.shape[2:]
+        self.state_shape = (self.batch, self.heads, self.width, self.d_state)
         self.chunks = -(-self.length // chunk_size)
         self.chunk = -(-self.length // self.chunks)
         self.dtype = accumulation_dtype(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C)
@@ -98,11 +99,6 @@ class Window:
     def padding(self) -> int:
         """Tokens added at the end."""
         return self.chunks * self.chunk - self.length
-
-    @property
-    def state_shape(self) -> tuple[int, int, int, int]:
-        """(B, H, P, N)."""
-        return self.batch, self.heads, self.width, self.d_state
 
     def row_slices(self) -> list[slice]:
         """Cut the batch so that a tile fits the cache; accelerators use all rows in one tile."""
