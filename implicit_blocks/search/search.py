@@ -246,6 +246,7 @@ def solve_fixed_point(
         **search: further options of ``Search``: ``valid``, ``trace``, ``compact``, ``loops``, ``trajectory``.
 
     Raises:
+        ContractError: the estimator returns no ``Solution``, or its value has another shape than ``z0``.
         NotImplementedError: within ``torch.export``, ``torch.func.vmap`` or forward-mode differentiation.
 
     """
@@ -257,7 +258,8 @@ def solve_fixed_point(
     if not torch.is_grad_enabled():
         return bound(f, z0)
     solution = gradient(f, z0, bound)
-    _check_solution(gradient, solution, z0)
+    if not isinstance(solution, Solution) or solution.z.shape != z0.shape:
+        _refuse_solution(gradient, solution, z0)
     return solution
 
 
@@ -281,25 +283,12 @@ def _refuse_transforms(gradient: GradientEstimator) -> None:
         )
 
 
-def _check_solution(gradient: GradientEstimator, solution: Any, z0: Tensor) -> None:
-    """Check that a gradient estimator returns a ``Solution`` whose value has the shape of the start.
-
-    Raises:
-        ContractError: it does not.
-
-    """
-    if not isinstance(solution, Solution):
-        require(
-            False,
-            gradient,
-            "returns a Solution",
-            f"it returned {described(solution)}; return the search's solution with your value: "
-            "solution.with_value(z)",
-        )
-    elif solution.z.shape != z0.shape:
-        require(
-            False,
-            gradient,
-            "returns a Solution",
-            f"its value is {described(solution.z)}, the start is {described(z0)}; their shapes must agree",
-        )
+def _refuse_solution(gradient: GradientEstimator, solution: Any, z0: Tensor) -> None:
+    """Refuse what is no ``Solution``, or one whose value has another shape than the start."""
+    found = (
+        f"its value is {described(solution.z)}, the start is {described(z0)}; their shapes must agree"
+        if isinstance(solution, Solution)
+        else f"it returned {described(solution)}; return the search's solution with your value: "
+        "solution.with_value(z)"
+    )
+    require(False, gradient, "returns a Solution", found)
