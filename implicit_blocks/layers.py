@@ -1,9 +1,12 @@
-"""The layers around a mixer: RMS norm, linear maps, the SwiGLU MLP; their initial values and weight norm.
+"""The layers in and around a mixer, their initial values and weight norm.
+
+They are RMS norm, linear maps, the weights of a short convolution, and the SwiGLU MLP.
 
 Weight norm: T. Salimans and D. Kingma, "Weight normalization", NeurIPS 2016: ``w = g · v / ‖v‖`` for each
 output row. While weights are cached (``implicit_blocks.weights.cache``) it is computed once per forward pass.
 
-Shape legend: B batch, L tokens of a window, D model width, F hidden width.
+Shape legend: B batch, L tokens of a window, D model width, F hidden width, C convolved channels,
+W convolution taps.
 """
 
 from __future__ import annotations
@@ -123,6 +126,20 @@ class Linear(nn.Linear):
         if bias is None:
             return weight, None
         return weight, F.pad(bias.to(dtype), (0, rows)) if rows else bias.to(dtype)
+
+
+class DepthwiseConv(nn.Module):
+    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution, channel by channel."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize as torch does for convolutions."""
+        reset_linear_(self)
 
 
 class SwiGLU(nn.Module):

@@ -1,4 +1,4 @@
-"""Parts of mixers with a short causal convolution: its weights, and the documents under its taps.
+"""For mixers with a short causal convolution: the documents under its taps; its weights are in ``layers``.
 
 A shift by one token is a convolution of two taps.
 
@@ -10,27 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from implicit_blocks._utils.padding import PaddingPermutation, permute
-from implicit_blocks.layers import reset_linear_
+from implicit_blocks.layers import DepthwiseConv
 from implicit_blocks.windows import Window
 
 __all__ = ["DepthwiseConv", "DocumentsAround", "PaddingPermutation", "permute"]
-
-
-class DepthwiseConv(nn.Module):
-    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution, channel by channel."""
-
-    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialize as torch does for convolutions."""
-        reset_linear_(self)
 
 
 class DocumentsAround(NamedTuple):

@@ -20,9 +20,9 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks._utils.module_hooks import has_hooks
 from implicit_blocks._utils.padding import permute
 from implicit_blocks.interfaces import Mixer
-from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
+from implicit_blocks.layers import DepthwiseConv, Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers.mamba2.state import Mamba2Prefix, Mamba2Slots, Mamba2State
-from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
+from implicit_blocks.mixers.short_conv import DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO, is_differentiated_forward
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
