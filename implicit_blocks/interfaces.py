@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.registry import build
 from implicit_blocks.solution import Solution
-from implicit_blocks.specs import ComponentSpec, Stopping
+from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.base import Component
 from implicit_blocks.windows import Window
 
 if TYPE_CHECKING:
@@ -78,21 +77,6 @@ class SequenceMap(Protocol):
 
 
 # --------------------------------------------------------------------------------------------- components
-
-
-class Component:
-    """A part that is built from the fields of a spec."""
-
-    @classmethod
-    def from_spec(cls, spec: ComponentSpec) -> Self:
-        """Build the component with the spec's fields as keywords; nested specs are built first."""
-        values = {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
-        return cls(**{n: build(v) if isinstance(v, ComponentSpec) else v for n, v in values.items()})
-
-    def __repr__(self) -> str:
-        """Show the constructor's arguments that are attributes of the same name."""
-        names = [name for name in signature(type(self).__init__).parameters if hasattr(self, name)]
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Solver(Component, ABC):

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.interfaces import Component, State
+from implicit_blocks.interfaces import State
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.solution import narrow
 from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.base import Component
 
 UNDECIDED = torch.finfo(torch.float32).max
 """The measure of an element that cannot leave yet: above every threshold and finite, since an element with an

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.exits import exit_distribution
-from implicit_blocks.interfaces import Component
 from implicit_blocks.models.objective_specs import (
     ExitExpectationSpec,
     ExitMixtureSpec,
@@ -26,6 +25,7 @@ from implicit_blocks.models.objective_specs import (
 )
 from implicit_blocks.models.outputs import Encoded, LMOutput
 from implicit_blocks.models.parts import read_out
+from implicit_blocks.specs.base import Component
 from implicit_blocks.specs.families import ObjectiveSpec
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import ast
 import sys
 from collections.abc import Mapping
 from functools import cache
-from inspect import cleandoc, get_annotations, getsource
+from inspect import cleandoc, get_annotations, getsource, signature
 from itertools import pairwise
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -225,6 +225,21 @@ class ComponentSpec(Spec):
             found = [registry.entry(cls.family, kind).spec for kind in registry.kinds(cls.family)]
             one_of["oneOf"] = [generator.generate_inner(spec.__pydantic_core_schema__) for spec in found]
         return {"allOf": [reference]}  # pydantic would inline a bare reference
+
+
+class Component:
+    """A part that is built from the fields of a spec."""
+
+    @classmethod
+    def from_spec(cls, spec: ComponentSpec) -> Self:
+        """Build the component with the spec's fields as keywords; nested specs are built first."""
+        values = {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
+        return cls(**{n: registry.build(v) if isinstance(v, ComponentSpec) else v for n, v in values.items()})
+
+    def __repr__(self) -> str:
+        """Show the constructor's arguments that are attributes of the same name."""
+        names = [name for name in signature(type(self).__init__).parameters if hasattr(self, name)]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 def _over_default(default: Any, value: Any) -> Any:
