@@ -27,7 +27,8 @@ from report import RESULTS, machine, write
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.models.counting import count_flops, count_parameters
-from implicit_blocks.models.specs import ImplicitLMSpec, LanguageModelSpec
+from implicit_blocks.models.implicit_spec import ImplicitLMSpec
+from implicit_blocks.models.specs import LanguageModelSpec
 from trainer.experiments.equal_compute.recipes import Recipe, model_of
 
 FILES = ("equal_compute_llama", "equal_compute_mamba2")

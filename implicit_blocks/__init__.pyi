@@ -30,8 +30,12 @@ from implicit_blocks.interfaces import Solver as Solver
 from implicit_blocks.interfaces import SteppingMap as SteppingMap
 from implicit_blocks.mixers import *  # noqa: F403 - all that it registers
 from implicit_blocks.mlps import FeedForwardSpec as FeedForwardSpec
+from implicit_blocks.mlps import SwiGLUSpec as SwiGLUSpec
 from implicit_blocks.models.explicit import ExplicitLM as ExplicitLM
 from implicit_blocks.models.implicit import ImplicitLM as ImplicitLM
+from implicit_blocks.models.implicit_spec import AtEvaluation as AtEvaluation
+from implicit_blocks.models.implicit_spec import ImplicitLMSpec as ImplicitLMSpec
+from implicit_blocks.models.implicit_spec import StoppingOverrides as StoppingOverrides
 from implicit_blocks.models.objective_specs import ExitExpectationSpec as ExitExpectationSpec
 from implicit_blocks.models.objective_specs import ExitMixtureSpec as ExitMixtureSpec
 from implicit_blocks.models.objective_specs import IteratesObjectiveSpec as IteratesObjectiveSpec
@@ -39,13 +43,9 @@ from implicit_blocks.models.objective_specs import LastObjectiveSpec as LastObje
 from implicit_blocks.models.objectives import Objective as Objective
 from implicit_blocks.models.outputs import Iterate as Iterate
 from implicit_blocks.models.outputs import LMOutput as LMOutput
-from implicit_blocks.models.specs import AtEvaluation as AtEvaluation
 from implicit_blocks.models.specs import ExplicitLMSpec as ExplicitLMSpec
-from implicit_blocks.models.specs import ImplicitLMSpec as ImplicitLMSpec
-from implicit_blocks.models.specs import StoppingOverrides as StoppingOverrides
-from implicit_blocks.models.specs import SwiGLUSpec as SwiGLUSpec
-from implicit_blocks.models.stack_specs import LayerSpec as LayerSpec
-from implicit_blocks.models.stack_specs import StackSpec as StackSpec
+from implicit_blocks.models.specs import LayerSpec as LayerSpec
+from implicit_blocks.models.specs import StackSpec as StackSpec
 from implicit_blocks.registry import build as build
 from implicit_blocks.registry.hooks import hookimpl as hookimpl
 from implicit_blocks.scalings import *  # noqa: F403 - all that it registers

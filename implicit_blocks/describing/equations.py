@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from implicit_blocks.models.stack_specs import Layer, Stack
+from implicit_blocks.models.specs import Layer, Stack
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, StartSpec
 from implicit_blocks.specs.base import ComponentSpec
 

@@ -21,7 +21,7 @@ from implicit_blocks.describing.equations import (
     numbers_of,
     output_of_core,
 )
-from implicit_blocks.models.stack_specs import Layer, Stack
+from implicit_blocks.models.specs import Layer, Stack
 from implicit_blocks.specs import (
     ImplicitLMSpec,
     LanguageModelSpec,

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from implicit_blocks import registry
 from implicit_blocks.hf.remote_code import auto_map
-from implicit_blocks.models.stack_specs import LayerSpec
+from implicit_blocks.models.specs import LayerSpec
 from implicit_blocks.specs import (
     AttentionSpec,
     ImplicitLMSpec,

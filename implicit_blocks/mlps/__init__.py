@@ -1,7 +1,6 @@
-"""MLPs beside SwiGLU: components that process each token separately. Their specs are in this file.
+"""MLPs: components that process each token separately. Their specs and their registration are in this file.
 
-Importing this package imports no torch; the classes are imported on first use. The registration is in
-``implicit_blocks.models.specs``.
+Importing this package imports no torch; the classes are imported on first use.
 """
 
 from __future__ import annotations
@@ -10,10 +9,46 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks.specs.families import MLPSpec, hidden_plan, linear_shapes
 from implicit_blocks.specs.tensor_plan import TensorPlan
 
 Activation = Literal["relu", "relu2", "half_relu2", "gelu", "gelu_tanh", "silu"]
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the built-in MLPs."""
+    add("mlp", SwiGLUSpec, "implicit_blocks.layers:SwiGLU")
+    add("mlp", FeedForwardSpec, "implicit_blocks.mlps.feed_forward:FeedForward")
+
+
+class SwiGLUSpec(MLPSpec):
+    """``W_out (silu(W_gate z) · W_up z)``."""
+
+    kind: Literal["swiglu"] = "swiglu"
+    d_ff: PositiveInt
+    """Hidden width; the paper uses ``int(2/3 · 4 · d_model)``."""
+    bias: bool = False
+    """Whether the three layers have biases."""
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the three projections."""
+        shapes = linear_shapes("gate_proj", self.d_ff, d_model, bias=self.bias)
+        shapes |= linear_shapes("up_proj", self.d_ff, d_model, bias=self.bias)
+        return shapes | linear_shapes("out_proj", d_model, self.d_ff, bias=self.bias)
+
+    def tensor_plan(self, d_model: int) -> TensorPlan:
+        """Divide the hidden channels."""
+        return hidden_plan(("gate_proj", "up_proj"), "out_proj", self.d_ff, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Return the hidden width."""
+        return f"hidden width {self.d_ff}"
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count three matrix products."""
+        return float(6 * d_model * self.d_ff)
 
 
 class FeedForwardSpec(MLPSpec):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from implicit_blocks.depths import LogNormalPoissonDepthSpec, PoissonDepthSpec, UniformDepthSpec
 from implicit_blocks.gradients import LastLoopsSpec
+from implicit_blocks.models.implicit_spec import ImplicitLMSpec
 from implicit_blocks.models.objective_specs import IteratesObjectiveSpec
-from implicit_blocks.models.specs import ImplicitLMSpec, LanguageModelSpec
-from implicit_blocks.models.stack_specs import Stack
+from implicit_blocks.models.specs import LanguageModelSpec, Stack
 from implicit_blocks.specs.families import DepthSpec, ModelSpec, is_weight_normed, total
 
 

@@ -18,7 +18,7 @@ from implicit_blocks.injections.base import Injection
 from implicit_blocks.injections.projection import pays_by_token
 from implicit_blocks.interfaces import GradientEstimator, Solver
 from implicit_blocks.layers import add_weight_norm
-from implicit_blocks.models.compatibility import check_reconfigured
+from implicit_blocks.models.implicit_spec import check_reconfigured
 from implicit_blocks.models.objectives import Objective
 from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
 from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, check_forward, read_out, scaled

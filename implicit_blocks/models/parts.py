@@ -27,8 +27,8 @@ from implicit_blocks.layers import (
     reset_parameters_,
 )
 from implicit_blocks.models.outputs import Encoded, LMOutput
+from implicit_blocks.models.specs import Stack as StackLayout
 from implicit_blocks.models.stack import Block, BoundMap, Stack
-from implicit_blocks.models.stack_specs import Stack as StackLayout
 from implicit_blocks.models.training import TrainingMethods
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.search.agreement import Agreement

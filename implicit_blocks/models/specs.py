@@ -1,4 +1,4 @@
-"""Specs and registration of the language models, the implicit one and its explicit twin, and of their MLP.
+"""Specs of stacks of layers, and of language models made of them: the base of all, and the explicit model.
 
 Imports no torch.
 """
@@ -6,145 +6,160 @@ Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks import registry
-from implicit_blocks.depths import UntilConvergedSpec
-from implicit_blocks.exits import FixedExitSpec, ResidualExitSpec
-from implicit_blocks.gradients import PhantomSpec
-from implicit_blocks.injections import ProjectionSpec
-from implicit_blocks.mlps import FeedForwardSpec
-from implicit_blocks.models.compatibility import check_choices
-from implicit_blocks.models.objective_specs import (
-    ExitExpectationSpec,
-    ExitMixtureSpec,
-    IteratesObjectiveSpec,
-    LastObjectiveSpec,
-)
-from implicit_blocks.models.stack_specs import LayerSpec, NormPlacement, Stack, StackSpec, expand
-from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks.scalings import PlainSumSpec
-from implicit_blocks.solvers import PicardSpec
 from implicit_blocks.specs.base import Spec
 from implicit_blocks.specs.errors import field_error
-from implicit_blocks.specs.families import (
-    DepthSpec,
-    ExitSpec,
-    GradientSpec,
-    InjectionSpec,
-    MixerSpec,
-    MLPSpec,
-    ModelSpec,
-    Norm,
-    ObjectiveSpec,
-    ScalingSpec,
-    Scope,
-    SolverSpec,
-    StartSpec,
-    Stopping,
-    hidden_plan,
-    linear_shapes,
-)
-from implicit_blocks.specs.tensor_plan import TensorPlan
+from implicit_blocks.specs.families import MixerSpec, MLPSpec, ModelSpec, ScalingSpec, total
+
+# ------------------------------------------------------------------------------------ stacks
+
+NormPlacement = Literal["pre", "post", "sandwich", "pre_post"]
+"""Where a layer normalizes, for each of its branches f with norms N₁ and N₂: `pre` is ``z + f(N₁ z)``, `post`
+``N₂(z + f(z))``, `sandwich` ``z + N₂ f(N₁ z)``, `pre_post` ``N₂(z + f(N₁ z))``."""
+
+MOST_LAYERS = 65_536
+"""Largest number of layers of a stack."""
 
 
-@hookimpl
-def register_components(add: Add) -> None:
-    """Register the built-in MLPs and models."""
-    add("mlp", SwiGLUSpec, "implicit_blocks.layers:SwiGLU")
-    add("objective", LastObjectiveSpec, "implicit_blocks.models.objectives:LastObjective.from_spec")
-    add("objective", IteratesObjectiveSpec, "implicit_blocks.models.objectives:IteratesObjective.from_spec")
-    add("objective", ExitMixtureSpec, "implicit_blocks.models.objectives:ExitMixture.from_spec")
-    add("objective", ExitExpectationSpec, "implicit_blocks.models.objectives:ExitExpectation.from_spec")
-    add("mlp", FeedForwardSpec, "implicit_blocks.mlps.feed_forward:FeedForward")
-    add("model", ImplicitLMSpec, "implicit_blocks.models.implicit:ImplicitLM")
-    add("model", ExplicitLMSpec, "implicit_blocks.models.explicit:ExplicitLM")
+class LayerSpec(Spec):
+    """An entry of a pattern of layers."""
+
+    mixer: MixerSpec | None = None
+    """The mixer of these layers; null: the stack's."""
+    mlp: MLPSpec | None = None
+    """The MLP of these layers; null: the stack's."""
+    repeat: PositiveInt = 1
+    """Number of consecutive layers of this kind."""
 
 
-def _not_empty(value: Any) -> Any:
+def _stack_not_empty(value: Any) -> Any:
     if isinstance(value, int) and value < 1:
-        raise ValueError("the core has no layers; choose at least 1, because it is what is iterated")
+        raise ValueError("the stack has no layers; choose at least 1, or leave the stack out (null)")
     return value
 
 
-class SwiGLUSpec(MLPSpec):
-    """``W_out (silu(W_gate z) · W_up z)``."""
+class StackSpec(Spec):
+    """A stack of layers before or after the iterated core. Null: as in the core."""
 
-    kind: Literal["swiglu"] = "swiglu"
-    d_ff: PositiveInt
-    """Hidden width; the paper uses ``int(2/3 · 4 · d_model)``."""
-    bias: bool = False
-    """Whether the three layers have biases."""
-
-    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the three projections."""
-        shapes = linear_shapes("gate_proj", self.d_ff, d_model, bias=self.bias)
-        shapes |= linear_shapes("up_proj", self.d_ff, d_model, bias=self.bias)
-        return shapes | linear_shapes("out_proj", d_model, self.d_ff, bias=self.bias)
-
-    def tensor_plan(self, d_model: int) -> TensorPlan:
-        """Divide the hidden channels."""
-        return hidden_plan(("gate_proj", "up_proj"), "out_proj", self.d_ff, bias=self.bias)
-
-    def headline(self, d_model: int) -> str:
-        """Return the hidden width."""
-        return f"hidden width {self.d_ff}"
-
-    def flops_per_token(self, d_model: int, length: int) -> float:
-        """Count three matrix products."""
-        return float(6 * d_model * self.d_ff)
+    n_layers: Annotated[PositiveInt, BeforeValidator(_stack_not_empty)]
+    """Number of layers."""
+    layers: tuple[LayerSpec, ...] | None = None
+    """A pattern of layers, repeated until `n_layers` are filled; empty: all layers are alike."""
+    mixer: MixerSpec | None = None
+    """The mixer of layers that do not name one."""
+    mlp: MLPSpec | None = None
+    """The MLP of layers that do not name one."""
+    norm_placement: NormPlacement | None = None
+    """Where layers normalize."""
+    residual_scaling: ScalingSpec | None = None
+    """How branches are scaled before they are added to the stream."""
 
 
-class StoppingOverrides(Spec):
-    """How stopping in evaluation differs from training; null keeps the value of training."""
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a stack, with nothing left to inherit."""
 
-    tolerance: NonNegativeFloat | None = None
-    """Null: as in training."""
-    max_iterations: PositiveInt | None = None
-    """Null: 4 times training's."""
-    norm: Norm | None = None
-    """Null: as in training."""
-    scope: Scope | None = None
-    """Null: `prefix`, so that no result depends on later tokens, padding or other sequences.
+    mixer: MixerSpec
+    mlp: MLPSpec | None
 
-    For mixers that see later tokens null is `sequence`.
-    """
+    @property
+    def parts(self) -> tuple[MixerSpec | MLPSpec, ...]:
+        """The mixer, and the MLP if there is one."""
+        return (self.mixer,) if self.mlp is None else (self.mixer, self.mlp)
 
-    def over(self, training: Stopping, *, scope: Scope = "prefix") -> Stopping:
-        """Return the rule of evaluation, given that of training and the scope that null stands for."""
-        return Stopping(
-            tolerance=training.tolerance if self.tolerance is None else self.tolerance,
-            max_iterations=4 * training.max_iterations
-            if self.max_iterations is None
-            else self.max_iterations,
-            norm=self.norm or training.norm,
-            scope=self.scope or scope,
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of layers, with nothing left to inherit."""
+
+    d_model: int
+    layers: tuple[Layer, ...]
+    norm_placement: NormPlacement
+    residual_scaling: ScalingSpec
+
+    @property
+    def norms_per_branch(self) -> int:
+        """The number of norms that each branch of a layer has."""
+        return 2 if self.norm_placement in ("sandwich", "pre_post") else 1
+
+    @property
+    def parts(self) -> tuple[MixerSpec | MLPSpec, ...]:
+        """All mixers and MLPs, in order."""
+        return tuple(part for layer in self.layers for part in layer.parts)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return len(set(map(repr, self.layers))) == 1
+
+    def flops_per_token(self, length: int) -> float | None:
+        """Return the FLOPs of all layers per token, in sequences of `length` tokens. None: not known."""
+        return total(part.flops_per_token(self.d_model, length) for part in self.parts)
+
+    def parameter_count(self, *, weight_norm: bool) -> tuple[int | None, int | None]:
+        """Return the numbers of parameters and of the gains of weight norm. None: not known."""
+        counts = [part.parameter_count(self.d_model) for part in self.parts]
+        weights = total(None if count is None else count.weights for count in counts)
+        rows = total(None if count is None else count.weight_normed_rows for count in counts)
+        norms = self.norms_per_branch * len(counts) * self.d_model
+        scalings = len(counts) * self.residual_scaling.parameter_count(self.d_model)
+        return (
+            None if weights is None else weights + norms + scalings,
+            rows if weight_norm else 0,
         )
 
 
-class AtEvaluation(Spec):
-    """Search settings in evaluation."""
+def expand(
+    pattern: tuple[LayerSpec, ...],
+    n_layers: int,
+    *,
+    mixer: MixerSpec,
+    mlp: MLPSpec | None,
+    of: str | None = None,
+    inherited: bool = False,
+) -> tuple[Layer, ...]:
+    """Return the layers of a stack: the pattern repeated, entries without a mixer or MLP given these.
 
-    solver: SolverSpec = PicardSpec(damping=0.8)
-    """Damped, because evaluation iterates until convergence, where training may stop earlier."""
-    stopping: StoppingOverrides = StoppingOverrides()
-    """How stopping differs from training."""
-    window_length: PositiveInt | None = None
-    """Tokens per window, searched in order, each given those before it; null: all tokens at once."""
-    commit_prefix: PositiveInt | None = None
-    """Commit converged tokens, in multiples of this number, once all sequences have them; null: never.
+    ``of`` names the field of the stack in the model's spec, None for the core, and ``inherited`` says whether
+    the pattern is the core's, for the error.
 
-    For scope `prefix`; choose a multiple of the mixer's chunk.
+    Raises:
+        ValueError: the pattern does not fill the layers a whole number of times, or there are too many layers
+            to list.
+
     """
-    exit: ExitSpec = ResidualExitSpec()
-    """When a token leaves the search; by default once its residual is within the tolerance."""
+    if n_layers > MOST_LAYERS:
+        message = f"n_layers is {n_layers}; choose at most {MOST_LAYERS}"
+        raise field_error(message, "n_layers", value=n_layers)
+    period = [
+        Layer(entry.mixer if entry.mixer is not None else mixer, entry.mlp if entry.mlp is not None else mlp)
+        for entry in pattern
+        for _ in range(entry.repeat)
+    ] or [Layer(mixer, mlp)]
+    if n_layers % len(period):
+        whose = "core's pattern" if inherited else "pattern"
+        remedy = f"set {of}.layers: [] for layers that are alike" if inherited else "change `layers`"
+        message = (
+            f"n_layers {n_layers} is not a multiple of the {len(period)} layers of the {whose}; choose a "
+            f"multiple, or {remedy}"
+        )
+        place = () if of is None else (of,)
+        raise field_error(message, *place, "n_layers" if inherited else "layers", value=n_layers)
+    return tuple(period * (n_layers // len(period)))
 
-    @property
-    def fixed_loops(self) -> int | None:
-        """The number of loops of exit criterion `fixed`; None: another criterion decides."""
-        return self.exit.loops if isinstance(self.exit, FixedExitSpec) else None
+
+# ------------------------------------------------------------------------------------ models
+
+
+def _core_not_empty(value: Any) -> Any:
+    if isinstance(value, int) and value < 1:
+        raise ValueError("the core has no layers; choose at least 1, because it is what is iterated")
+    return value
 
 
 class LanguageModelSpec(ModelSpec):
@@ -161,7 +176,7 @@ class LanguageModelSpec(ModelSpec):
     """Embedding rows are padded up to a multiple of this."""
     d_model: PositiveInt
     """Width of the residual stream."""
-    n_layers: Annotated[PositiveInt, BeforeValidator(_not_empty)]
+    n_layers: Annotated[PositiveInt, BeforeValidator(_core_not_empty)]
     """Number of layers of the core; in the implicit model, of the map that is iterated."""
     mixer: MixerSpec
     """The component that carries information between tokens; by default the first one of `layers`."""
@@ -358,88 +373,4 @@ class ExplicitLMSpec(LanguageModelSpec):
                 f"{self.core_width}; set core_d_model: null"
             )
             raise field_error(message, "core_d_model", value=self.core_d_model)
-        return self
-
-
-class ImplicitLMSpec(LanguageModelSpec):
-    """A language model whose layers are iterated to a fixed point: Schöne et al., ICML 2025."""
-
-    changeable: ClassVar[frozenset[str]] = frozenset(
-        {"solver", "gradient", "stopping", "depth", "objective", "window_length", "at_evaluation"}
-    )
-    twin_of: ClassVar[frozenset[str]] = frozenset({"explicit_lm"})
-
-    kind: Literal["implicit_lm"] = "implicit_lm"
-    weight_norm: bool = True
-    """Whether weights of the map and the injection are ``g · v/‖v‖`` by row, with learned gains ``g``."""
-    injection: InjectionSpec = ProjectionSpec()
-    """How the prelude's output enters the core."""
-    z_init: StartSpec | None = None
-    """Initial point of the search; null: as is usual with the injection."""
-    depth: DepthSpec = UntilConvergedSpec()
-    """Number of loops in training; by default the stopping rule ends them."""
-    solver: SolverSpec = PicardSpec()
-    """Update rule of the search in training."""
-    gradient: GradientSpec = PhantomSpec()
-    """Which part of the search is differentiated."""
-    stopping: Stopping = Stopping()
-    """When the search ends in training."""
-    window_length: PositiveInt | None = None
-    """Tokens per window in training, each window given those before it; null: all tokens at once.
-
-    The gradient's own steps cover the whole sequence; `unrolled`, which has no search, ignores it.
-    """
-    objective: ObjectiveSpec = LastObjectiveSpec()
-    """The loss, given the iterates of the core; by default that of the last one."""
-    exit_gate: bool = False
-    """Whether there is a learned gate that reads when a token may leave the loop, as in Ouro."""
-    state_policy: Literal["converged", "per_loop"] = "converged"
-    """The state that later tokens see: `converged`, or one state per loop, as in Huginn and Ouro."""
-    at_evaluation: AtEvaluation = AtEvaluation()
-    """Search settings that differ in evaluation."""
-
-    @property
-    def start(self) -> StartSpec:
-        """The initial point of the search."""
-        if self.z_init is not None:
-            return self.z_init
-        start: StartSpec = registry.entry("start", self.injection.z_init).spec()
-        return start
-
-    @property
-    def norm_in_core(self) -> bool:
-        """Whether a norm ends the core."""
-        return self.injection.core_norm if self.core_norm is None else self.core_norm
-
-    @property
-    def plain(self) -> bool:
-        """Whether the model has the shape of the paper's: see `LanguageModelSpec.plain`."""
-        return (
-            super().plain
-            and isinstance(self.injection, ProjectionSpec)
-            and self.start.kind in ("zeros", "embedding")
-            and not (self.start.noise_std or self.exit_gate)
-        )
-
-    @property
-    def injection_table_width(self) -> int | None:
-        """Width of the term that the injection adds to the mixers' projections; 0: none. None: not known."""
-        if not self.injection.adds_to_projections:
-            return 0
-        return self.core.layers[0].mixer.injection_width(self.core_width)
-
-    @property
-    def state_loops(self) -> int:
-        """Number of states that each layer of the core keeps: 1, or one per loop."""
-        return 1 if self.state_policy == "converged" else self.at_evaluation.fixed_loops or 1
-
-    @property
-    def evaluation_stopping(self) -> Stopping:
-        """When the search ends in evaluation."""
-        scope: Scope = "sequence" if self.bidirectional else "prefix"
-        return self.at_evaluation.stopping.over(self.stopping, scope=scope)
-
-    @model_validator(mode="after")
-    def _choices_fit(self) -> Self:
-        check_choices(self)
         return self

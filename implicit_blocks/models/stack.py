@@ -17,8 +17,8 @@ from implicit_blocks._utils.describe import described
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.layers import RMSNorm, add_weight_norm
-from implicit_blocks.models.stack_specs import NormPlacement
-from implicit_blocks.models.stack_specs import Stack as StackLayout
+from implicit_blocks.models.specs import NormPlacement
+from implicit_blocks.models.specs import Stack as StackLayout
 from implicit_blocks.registry import build
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.weights.cache import WeightCache
@@ -54,7 +54,7 @@ class Block(nn.Module):
         mlp: maps (B, L, D) token by token; None: no MLP.
         d_model: D, width of the residual stream.
         norm_eps: added to the mean squares in the norms.
-        norm_placement: where the norms are (``implicit_blocks.models.stack_specs.NormPlacement``).
+        norm_placement: where the norms are (``implicit_blocks.models.specs.NormPlacement``).
         scalings: modules that add a branch to the stream, of the mixer and of the MLP; None: a plain sum.
 
     """

@@ -43,11 +43,12 @@ BUILT_IN = (
     "implicit_blocks.gradients",
     "implicit_blocks.exits",
     "implicit_blocks.mixers",
+    "implicit_blocks.mlps",
     "implicit_blocks.injections",
     "implicit_blocks.starts",
     "implicit_blocks.depths",
     "implicit_blocks.scalings",
-    "implicit_blocks.models.specs",
+    "implicit_blocks.models.implicit_spec",
 )
 """The modules that register the built-in kinds, through the hook that plugins use."""
 

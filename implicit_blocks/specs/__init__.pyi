@@ -13,12 +13,12 @@ from implicit_blocks.mixers import HybridSpec as HybridSpec
 from implicit_blocks.mixers import Mamba2Spec as Mamba2Spec
 from implicit_blocks.mixers import RopeScaling as RopeScaling
 from implicit_blocks.mlps import FeedForwardSpec as FeedForwardSpec
-from implicit_blocks.models.specs import AtEvaluation as AtEvaluation
+from implicit_blocks.mlps import SwiGLUSpec as SwiGLUSpec
+from implicit_blocks.models.implicit_spec import AtEvaluation as AtEvaluation
+from implicit_blocks.models.implicit_spec import ImplicitLMSpec as ImplicitLMSpec
+from implicit_blocks.models.implicit_spec import StoppingOverrides as StoppingOverrides
 from implicit_blocks.models.specs import ExplicitLMSpec as ExplicitLMSpec
-from implicit_blocks.models.specs import ImplicitLMSpec as ImplicitLMSpec
 from implicit_blocks.models.specs import LanguageModelSpec as LanguageModelSpec
-from implicit_blocks.models.specs import StoppingOverrides as StoppingOverrides
-from implicit_blocks.models.specs import SwiGLUSpec as SwiGLUSpec
 from implicit_blocks.solvers import AndersonSpec as AndersonSpec
 from implicit_blocks.solvers import BroydenSpec as BroydenSpec
 from implicit_blocks.solvers import PatientPicardSpec as PatientPicardSpec

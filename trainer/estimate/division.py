@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from implicit_blocks.models.counting import count_parameters
-from implicit_blocks.models.stack_specs import Stack
+from implicit_blocks.models.specs import Stack
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec
 from implicit_blocks.specs.families import is_weight_normed
 from implicit_blocks.specs.tensor_plan import TensorPlan, rows

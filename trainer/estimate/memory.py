@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from implicit_blocks.models.counting import ParameterCounts, count_parameters, reads_of_objective
-from implicit_blocks.models.stack_specs import Layer
+from implicit_blocks.models.specs import Layer
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec, ModelSpec
 from implicit_blocks.specs.families import total
 from trainer.estimate.division import passed_per_token, saved_parameters, saved_weights

@@ -1,13 +1,190 @@
-"""Which choices of an implicit model fit together. Imports no torch."""
+"""The spec of the implicit language model, and which of its choices fit together; registration of the models.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import ClassVar, Literal, Self
 
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
+
+from implicit_blocks import registry
+from implicit_blocks.depths import UntilConvergedSpec
+from implicit_blocks.exits import FixedExitSpec, ResidualExitSpec
+from implicit_blocks.gradients import PhantomSpec
+from implicit_blocks.injections import ProjectionSpec
+from implicit_blocks.models.objective_specs import (
+    ExitExpectationSpec,
+    ExitMixtureSpec,
+    IteratesObjectiveSpec,
+    LastObjectiveSpec,
+)
+from implicit_blocks.models.specs import ExplicitLMSpec, LanguageModelSpec
+from implicit_blocks.registry.hooks import Add, hookimpl
+from implicit_blocks.solvers import PicardSpec
+from implicit_blocks.specs.base import Spec
 from implicit_blocks.specs.errors import field_error
+from implicit_blocks.specs.families import (
+    DepthSpec,
+    ExitSpec,
+    GradientSpec,
+    InjectionSpec,
+    Norm,
+    ObjectiveSpec,
+    Scope,
+    SolverSpec,
+    StartSpec,
+    Stopping,
+)
 
-if TYPE_CHECKING:
-    from implicit_blocks.models.specs import ImplicitLMSpec
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the built-in models and objectives."""
+    add("objective", LastObjectiveSpec, "implicit_blocks.models.objectives:LastObjective.from_spec")
+    add("objective", IteratesObjectiveSpec, "implicit_blocks.models.objectives:IteratesObjective.from_spec")
+    add("objective", ExitMixtureSpec, "implicit_blocks.models.objectives:ExitMixture.from_spec")
+    add("objective", ExitExpectationSpec, "implicit_blocks.models.objectives:ExitExpectation.from_spec")
+    add("model", ImplicitLMSpec, "implicit_blocks.models.implicit:ImplicitLM")
+    add("model", ExplicitLMSpec, "implicit_blocks.models.explicit:ExplicitLM")
+
+
+class StoppingOverrides(Spec):
+    """How stopping in evaluation differs from training; null keeps the value of training."""
+
+    tolerance: NonNegativeFloat | None = None
+    """Null: as in training."""
+    max_iterations: PositiveInt | None = None
+    """Null: 4 times training's."""
+    norm: Norm | None = None
+    """Null: as in training."""
+    scope: Scope | None = None
+    """Null: `prefix`, so that no result depends on later tokens, padding or other sequences.
+
+    For mixers that see later tokens null is `sequence`.
+    """
+
+    def over(self, training: Stopping, *, scope: Scope = "prefix") -> Stopping:
+        """Return the rule of evaluation, given that of training and the scope that null stands for."""
+        return Stopping(
+            tolerance=training.tolerance if self.tolerance is None else self.tolerance,
+            max_iterations=4 * training.max_iterations
+            if self.max_iterations is None
+            else self.max_iterations,
+            norm=self.norm or training.norm,
+            scope=self.scope or scope,
+        )
+
+
+class AtEvaluation(Spec):
+    """Search settings in evaluation."""
+
+    solver: SolverSpec = PicardSpec(damping=0.8)
+    """Damped, because evaluation iterates until convergence, where training may stop earlier."""
+    stopping: StoppingOverrides = StoppingOverrides()
+    """How stopping differs from training."""
+    window_length: PositiveInt | None = None
+    """Tokens per window, searched in order, each given those before it; null: all tokens at once."""
+    commit_prefix: PositiveInt | None = None
+    """Commit converged tokens, in multiples of this number, once all sequences have them; null: never.
+
+    For scope `prefix`; choose a multiple of the mixer's chunk.
+    """
+    exit: ExitSpec = ResidualExitSpec()
+    """When a token leaves the search; by default once its residual is within the tolerance."""
+
+    @property
+    def fixed_loops(self) -> int | None:
+        """The number of loops of exit criterion `fixed`; None: another criterion decides."""
+        return self.exit.loops if isinstance(self.exit, FixedExitSpec) else None
+
+
+class ImplicitLMSpec(LanguageModelSpec):
+    """A language model whose layers are iterated to a fixed point: Schöne et al., ICML 2025."""
+
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        {"solver", "gradient", "stopping", "depth", "objective", "window_length", "at_evaluation"}
+    )
+    twin_of: ClassVar[frozenset[str]] = frozenset({"explicit_lm"})
+
+    kind: Literal["implicit_lm"] = "implicit_lm"
+    weight_norm: bool = True
+    """Whether weights of the map and the injection are ``g · v/‖v‖`` by row, with learned gains ``g``."""
+    injection: InjectionSpec = ProjectionSpec()
+    """How the prelude's output enters the core."""
+    z_init: StartSpec | None = None
+    """Initial point of the search; null: as is usual with the injection."""
+    depth: DepthSpec = UntilConvergedSpec()
+    """Number of loops in training; by default the stopping rule ends them."""
+    solver: SolverSpec = PicardSpec()
+    """Update rule of the search in training."""
+    gradient: GradientSpec = PhantomSpec()
+    """Which part of the search is differentiated."""
+    stopping: Stopping = Stopping()
+    """When the search ends in training."""
+    window_length: PositiveInt | None = None
+    """Tokens per window in training, each window given those before it; null: all tokens at once.
+
+    The gradient's own steps cover the whole sequence; `unrolled`, which has no search, ignores it.
+    """
+    objective: ObjectiveSpec = LastObjectiveSpec()
+    """The loss, given the iterates of the core; by default that of the last one."""
+    exit_gate: bool = False
+    """Whether there is a learned gate that reads when a token may leave the loop, as in Ouro."""
+    state_policy: Literal["converged", "per_loop"] = "converged"
+    """The state that later tokens see: `converged`, or one state per loop, as in Huginn and Ouro."""
+    at_evaluation: AtEvaluation = AtEvaluation()
+    """Search settings that differ in evaluation."""
+
+    @property
+    def start(self) -> StartSpec:
+        """The initial point of the search."""
+        if self.z_init is not None:
+            return self.z_init
+        start: StartSpec = registry.entry("start", self.injection.z_init).spec()
+        return start
+
+    @property
+    def norm_in_core(self) -> bool:
+        """Whether a norm ends the core."""
+        return self.injection.core_norm if self.core_norm is None else self.core_norm
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model has the shape of the paper's: see `LanguageModelSpec.plain`."""
+        return (
+            super().plain
+            and isinstance(self.injection, ProjectionSpec)
+            and self.start.kind in ("zeros", "embedding")
+            and not (self.start.noise_std or self.exit_gate)
+        )
+
+    @property
+    def injection_table_width(self) -> int | None:
+        """Width of the term that the injection adds to the mixers' projections; 0: none. None: not known."""
+        if not self.injection.adds_to_projections:
+            return 0
+        return self.core.layers[0].mixer.injection_width(self.core_width)
+
+    @property
+    def state_loops(self) -> int:
+        """Number of states that each layer of the core keeps: 1, or one per loop."""
+        return 1 if self.state_policy == "converged" else self.at_evaluation.fixed_loops or 1
+
+    @property
+    def evaluation_stopping(self) -> Stopping:
+        """When the search ends in evaluation."""
+        scope: Scope = "sequence" if self.bidirectional else "prefix"
+        return self.at_evaluation.stopping.over(self.stopping, scope=scope)
+
+    @model_validator(mode="after")
+    def _choices_fit(self) -> Self:
+        check_choices(self)
+        return self
+
+
+# ------------------------------------------------------------------------------------ fitting choices
 
 
 def check_choices(spec: ImplicitLMSpec) -> None:
