@@ -1,7 +1,7 @@
 """The loop of a search: call the map, observe its value, update the point, stop.
 
 A solver proposes the next point. Measuring, freezing and keeping the best are the rule of
-``implicit_blocks.search.status``, with the measure of an exit criterion, if there is one, in place of the
+``implicit_blocks.search.state``, with the measure of an exit criterion, if there is one, in place of the
 residual; everything else that acts on the working set is a policy that is passed in.
 
 Shape legend: B rows, T tokens, E elements (B rows, or B · T tokens with prefix scope), F features. Points are
@@ -25,9 +25,15 @@ from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.policies import LookAhead, MovingAverage, PrefixCommit, expects_all_active
-from implicit_blocks.search.status import StatusRule
+from implicit_blocks.search.state import (
+    FullResults,
+    RowCompaction,
+    State,
+    StatusRule,
+    drop_prefix,
+    take_rows,
+)
 from implicit_blocks.search.trace import Trace, Trajectory
-from implicit_blocks.search.working_set import FullResults, RowCompaction, State, drop_prefix, take_rows
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 

@@ -23,10 +23,9 @@ from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.loop import Loop, flatten_features
 from implicit_blocks.search.loops import LoopCounts, run_loops
 from implicit_blocks.search.policies import LookAhead, MovingAverage, PrefixCommit
-from implicit_blocks.search.status import StatusRule
+from implicit_blocks.search.state import RowCompaction, StatusRule
 from implicit_blocks.search.trace import Trace
 from implicit_blocks.search.windowed import WindowedSearch
-from implicit_blocks.search.working_set import RowCompaction
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 

@@ -16,7 +16,7 @@ from implicit_blocks.solution import narrow
 from implicit_blocks.specs import Stopping
 
 if TYPE_CHECKING:
-    from implicit_blocks.search.working_set import FullResults
+    from implicit_blocks.search.state import FullResults
 
 
 class Trace:

@@ -9,7 +9,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks import solution as results
-from implicit_blocks.search.status import Status, StatusRule
+from implicit_blocks.search.state import Status, StatusRule
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import implicit_blocks as ib
-from implicit_blocks.search.working_set import RowCompaction
+from implicit_blocks.search.state import RowCompaction
 from implicit_blocks.testing.solvers import contraction
 
 

@@ -8,7 +8,7 @@ import torch
 import implicit_blocks as ib
 from implicit_blocks.search.loop import Loop
 from implicit_blocks.search.policies import MovingAverage, PrefixCommit
-from implicit_blocks.search.working_set import RowCompaction
+from implicit_blocks.search.state import RowCompaction
 from implicit_blocks.testing.exits import ROWS, TOKENS, CausalMap
 
 

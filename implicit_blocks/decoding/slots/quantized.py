@@ -28,7 +28,7 @@ from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.interfaces import SearchingSolver
 from implicit_blocks.layers import Linear
 from implicit_blocks.ops.quantization import eight_bits
-from implicit_blocks.search.status import Status
+from implicit_blocks.search.state import Status
 from implicit_blocks.solvers import Picard
 from implicit_blocks.weights.cache import WeightCache
 

@@ -42,7 +42,7 @@ from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.ops.noise import keys_at
-from implicit_blocks.search.status import Status
+from implicit_blocks.search.state import Status
 from implicit_blocks.solution import SMALLEST_SCALE
 from implicit_blocks.windows import Window
 

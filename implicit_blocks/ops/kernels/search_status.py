@@ -1,6 +1,6 @@
 """The status of a search's elements, updated after a call of its map by one launch.
 
-The same rule in plain operators is ``implicit_blocks.search.status.StatusRule.update``: on a GPU these take a
+The same rule in plain operators is ``implicit_blocks.search.state.StatusRule.update``: on a GPU these take a
 launch each, and a running maximum over the tokens takes one thread per row.
 
 Shapes: B rows, T elements of a row (its tokens with prefix scope, else 1); all with a last dimension of 1.
