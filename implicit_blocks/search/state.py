@@ -189,7 +189,7 @@ class StatusRule:
             return Update(Status._make([*kept, status.scale]), improved, row_counts)
         own = residual if measure is None else measure
         last = own if all_active else torch.where(status.active, own, status.last_residual)
-        deciding = last.cummax(1).values if self.prefix else last  # NaN after a NaN
+        deciding = deciding_residual(last) if self.prefix else last
         if prefix_residual is not None:
             deciding = torch.maximum(deciding, prefix_residual)
         # No inactive element improves: its residual, and those before it, are frozen or not finite.
@@ -230,6 +230,11 @@ class StatusRule:
             diverged=~status.last_residual.isfinite().squeeze(-1),
             trace=trace,
         )
+
+
+def deciding_residual(residual: Tensor) -> Tensor:
+    """Return the largest of each token's residual and those before it, (B, T, …); NaN after a NaN."""
+    return residual.cummax(1).values
 
 
 def tolerance_of(stopping: Stopping, exit: Exit | None) -> float:

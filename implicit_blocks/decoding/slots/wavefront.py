@@ -42,7 +42,7 @@ from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.ops.noise import keys_at
-from implicit_blocks.search.state import Status
+from implicit_blocks.search.state import Status, deciding_residual
 from implicit_blocks.solution import SMALLEST_SCALE
 from implicit_blocks.windows import Window
 
@@ -387,13 +387,14 @@ def _propose(
 @torch.no_grad()
 def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
     batch, tokens, index = wavefront.batch, wavefront.tokens, wavefront._index(rows_R)
-    stopping, limits = batch.search.stopping, batch.search.limits
+    stopping, rule, limits = batch.search.stopping, batch.search.rule, batch.search.limits
     assert stopping is not None
+    assert rule is not None
     flight, count = wavefront.flight.take(index, tokens), wavefront.count_S[rows_R]
-    tolerance: float | Tensor = stopping.tolerance
     most: int | Tensor = stopping.max_iterations
     if limits is not None:
         tolerance, most = (limit[rows_R, None] for limit in limits)
+        rule = replace(rule, tolerance=tolerance)
     order = torch.arange(tokens, device=batch.device)
     flying, done = order < count[:, None], flight.done
     commits = done.sum(1)
@@ -407,13 +408,12 @@ def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
     stays = stays & ((order <= commits[:, None]) | ~(head & ~finite).any(1, keepdim=True))
     stays = (stays & flying).cumprod(1).bool()
     end = stays.sum(1)  # the number of tokens that stay in flight
-    deciding = own.cummax(1).values
-    within = stays & ~done & (deciding <= tolerance)
+    within = stays & ~done & (deciding_residual(own) <= rule.tolerance)
     solved = within & (flight.within < torch.inf)
     # The head decides as in sequential decoding.
-    improved = head & (flight.residual < flight.lowest)
+    status = Status(flight.lowest, flight.lowest, flight.lowest, flight.iterations, head, flight.scale)
+    (_, lowest, *_), improved, _ = rule.update(status, flight.residual)
     best = torch.where(improved[..., None], results.value, flight.best)
-    lowest = torch.where(improved, flight.residual, flight.lowest)
     stops = head & stays & ~solved & (~finite | ((flight.as_head >= most) & ~within))
     given_up, again = stops & flight.clean, stops & ~flight.clean
     z = torch.where((stays & ~done)[..., None], results.following, flight.z)
@@ -428,7 +428,7 @@ def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
             chosen,
             flight.iterations - (~done).long(),  # without the second call within the tolerance
             torch.where(done, lowest, flight.within),
-            ~done | (lowest <= tolerance),
+            ~done | (lowest <= rule.tolerance),
         ),
         strict=True,
     ):
