@@ -20,8 +20,8 @@ from torch import Tensor
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 
 RELATIVE_FLOOR = 1e-9
-"""Added to the denominator of a relative residual, in units of the element's scale (see ``initial_scale``):
-‖f(z)‖ below this share of its former size counts as 0."""
+"""Added to the denominator of a relative residual, in units of the element's scale, the largest
+‖f(z)‖ so far, at most 1: ‖f(z)‖ below this share of its former size counts as 0."""
 
 SMALLEST_SCALE = 1e-60
 """The initial scale of an element, so that the residual at an exact fixed point in 0 is 0, not 0 / 0."""
@@ -195,17 +195,6 @@ def difference(z: Tensor, fz: Tensor) -> Tensor:
     return fz - z
 
 
-def initial_scale(z: Tensor, count: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the scale of elements before their first call, of shape ``count``, and its upper limit, ().
-
-    The scale of an element is the largest ``‖f(z)‖`` of its search so far, at most 1. The floor of the
-    relative residual is proportional to it: with a fixed floor of 1e-9, every search for a solution much
-    smaller than that would converge in its first call.
-    """
-    precision = torch.float32 if z.device.type == "mps" else torch.float64
-    return z.new_full(count, SMALLEST_SCALE, dtype=precision), z.new_ones((), dtype=precision)
-
-
 def relative_residual(
     difference: Tensor,
     fz: Tensor,
@@ -221,7 +210,7 @@ def relative_residual(
     Args:
         difference: ``f(z) − z``, (…, F).
         fz: ``f(z)``, (…, F).
-        scale: after the previous calls, (…, 1); see ``initial_scale``.
+        scale: the largest ``‖f(z)‖`` in the previous calls, at most 1, (…, 1).
         limit: upper limit of the scale, ().
         of_whole_rows: the norms of rows of which processes have parts, given those of this one's parts.
 

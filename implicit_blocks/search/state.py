@@ -25,7 +25,14 @@ from implicit_blocks.exits.exit import Exit
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.search.agreement import Agreement, DividedRows
 from implicit_blocks.search.trace import Trace
-from implicit_blocks.solution import Solution, difference, initial_scale, narrow, norm, relative_residual
+from implicit_blocks.solution import (
+    SMALLEST_SCALE,
+    Solution,
+    difference,
+    narrow,
+    norm,
+    relative_residual,
+)
 from implicit_blocks.specs import Stopping
 
 # ------------------------------------------------------------------------------------ status
@@ -50,7 +57,7 @@ class Status(NamedTuple):
     active: Tensor
     """Whether the element takes part in the next call, bool: it has neither converged nor diverged."""
     scale: Tensor
-    """The largest ``‖f(z)‖`` so far, at most 1 (``implicit_blocks.solution.initial_scale``)."""
+    """The largest ``‖f(z)‖`` so far, at most 1 (``initial_scale``)."""
 
 
 class Update(NamedTuple):
@@ -230,6 +237,17 @@ class StatusRule:
             diverged=~status.last_residual.isfinite().squeeze(-1),
             trace=trace,
         )
+
+
+def initial_scale(z: Tensor, count: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the scale of elements before their first call, of shape ``count``, and its upper limit, ().
+
+    The scale of an element is the largest ``‖f(z)‖`` of its search so far, at most 1. The floor of the
+    relative residual is proportional to it: with a fixed floor of 1e-9, every search for a solution much
+    smaller than that would converge in its first call.
+    """
+    precision = torch.float32 if z.device.type == "mps" else torch.float64
+    return z.new_full(count, SMALLEST_SCALE, dtype=precision), z.new_ones((), dtype=precision)
 
 
 def deciding_residual(residual: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks import solution as results
-from implicit_blocks.search.state import Status, StatusRule
+from implicit_blocks.search.state import Status, StatusRule, initial_scale
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ def test_residual_kernel_computes_the_plain_residual(shape, size, relative):
 
     torch.manual_seed(0)
     z, fz = (torch.randn(2, *shape, device="cuda") * size).unbind(0)
-    scale, limit = results.initial_scale(z, (*shape[:-1], 1))
+    scale, limit = initial_scale(z, (*shape[:-1], 1))
     expected, grown = results.norm(results.difference(z, fz)), scale
     if relative:
         expected, grown = results.relative_residual(results.difference(z, fz), fz, scale, limit)
@@ -42,7 +42,7 @@ def test_residual_kernel_of_values_that_are_not_finite_or_zero():
     fz[1, 2], fz[2, 0] = torch.nan, torch.inf
     z = torch.zeros_like(fz)
     z[3] = 1.0
-    scale, _ = results.initial_scale(z, (4, 1))
+    scale, _ = initial_scale(z, (4, 1))
     found, _ = residuals(z, fz, scale=scale, relative=True)
     assert found.flatten()[0] == 0
     assert not found[1:3].isfinite().any()
@@ -53,7 +53,7 @@ def test_residual_kernel_of_more_wide_elements_than_the_limit_of_a_grid_dimensio
     from implicit_blocks.ops.kernels.residual import residuals
 
     z, fz = torch.randn(2, 65_537, 4097, device="cuda", dtype=torch.bfloat16).unbind(0)
-    scale, _ = results.initial_scale(z, (65_537, 1))
+    scale, _ = initial_scale(z, (65_537, 1))
     found = residuals(z, fz, scale=scale, relative=False)[0][-3:]
     expected = (fz[-3:].double() - z[-3:].double()).norm(dim=-1, keepdim=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)

@@ -12,6 +12,7 @@ import implicit_blocks as ib
 from implicit_blocks import solution as results
 from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.search.search import solve_fixed_point
+from implicit_blocks.search.state import initial_scale
 
 DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +56,7 @@ def test_a_residual_is_finite_if_and_only_if_its_norms_are(dtype):
     largest = torch.finfo(dtype).max
     fz = torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [largest, -largest], [0.0, 0.0]], dtype=dtype)
     z = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.5 * largest, 1.0], [0.0, 0.0]], dtype=dtype)
-    scale, limit = results.initial_scale(z, (4, 1))
+    scale, limit = initial_scale(z, (4, 1))
     found, _ = results.relative_residual(results.difference(z, fz), fz, scale, limit)
     finite = found.isfinite().flatten().tolist()
     assert finite[:2] == [False, False]
@@ -69,7 +70,7 @@ def test_a_residual_is_finite_if_and_only_if_its_norms_are(dtype):
 
 def test_the_scale_is_the_largest_value_so_far_up_to_1():
     z = torch.zeros(1, 1)
-    scale, limit = results.initial_scale(z, (1, 1))
+    scale, limit = initial_scale(z, (1, 1))
     for size, expected in ((1e-20, 1e-20), (1e-3, 1e-3), (1e-5, 1e-3), (50.0, 1.0), (1e-9, 1.0)):
         fz = torch.full((1, 1), size)
         _, scale = results.relative_residual(fz - z, fz, scale, limit)

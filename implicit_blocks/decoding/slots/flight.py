@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.interfaces import Solver
-from implicit_blocks.solution import initial_scale
+from implicit_blocks.search.state import initial_scale
 
 
 class Flight(NamedTuple):
@@ -36,7 +36,7 @@ class Flight(NamedTuple):
     residual: Tensor
     """The residual of the last call; not finite if the token has diverged."""
     scale: Tensor
-    """The largest norm of the map's values (``implicit_blocks.solution.initial_scale``)."""
+    """The largest norm of the map's values (``implicit_blocks.search.state.initial_scale``)."""
     iterations: Tensor
     """int64: the number of calls since the token began."""
     as_head: Tensor

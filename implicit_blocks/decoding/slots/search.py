@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.search.policies import MovingAverage
-from implicit_blocks.search.state import Status, StatusRule, tolerance_of
-from implicit_blocks.solution import SMALLEST_SCALE, initial_scale
+from implicit_blocks.search.state import Status, StatusRule, initial_scale, tolerance_of
+from implicit_blocks.solution import SMALLEST_SCALE
 from implicit_blocks.specs import Stopping
 
 
