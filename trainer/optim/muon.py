@@ -44,6 +44,22 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
         self._share()
 
+    @property
+    def muon(self) -> torch.optim.Muon:
+        """The part that moves the matrices."""
+        self._share()
+        found = self._parts[0]
+        assert isinstance(found, torch.optim.Muon)
+        return found
+
+    @property
+    def adamw(self) -> torch.optim.AdamW:
+        """The part that moves all other parameters."""
+        self._share()
+        found = self._parts[1]
+        assert isinstance(found, torch.optim.AdamW)
+        return found
+
     def _share(self) -> None:
         """Share this optimizer's groups and state with the parts, since loading replaces both."""
         muon, adamw = self._parts

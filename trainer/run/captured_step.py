@@ -22,6 +22,7 @@ from implicit_blocks.cuda.capture import capture
 from implicit_blocks.search.agreement import fixed_budget
 from implicit_blocks.specs import ModelSpec
 from trainer.data.source import Batch
+from trainer.optim.capturable import capturable_step, make_capturable
 from trainer.run.step import autocast, set_learning_rate
 from trainer.run.trainable_model import AgreesOnStopping
 from trainer.specs.run import RunSpec
@@ -62,8 +63,8 @@ def why_not_captured(spec: RunSpec, model: ModelSpec, device: torch.device) -> s
     """
     if device.type != "cuda":
         return f"the device is {device.type}"
-    if spec.training.optimizer.kind != "adamw":
-        return f"the optimizer is {spec.training.optimizer.kind}, and only adamw can be captured"
+    if spec.training.optimizer.kind not in ("adamw", "muon"):
+        return f"the optimizer is {spec.training.optimizer.kind}, and only adamw and muon can be captured"
     if getattr(model, "dropout", 0.0) > 0:
         return "dropout draws random numbers, which models on several streams would share"
     depth, gradient = getattr(model, "depth", None), getattr(model, "gradient", None)
@@ -83,7 +84,7 @@ class CapturedStep:
 
     Args:
         model: on the device, in training mode; with a fixed number of loops if it is captured.
-        optimizer: of the model; AdamW if the step is captured.
+        optimizer: of the model; AdamW, or Muon with AdamW, if the step is captured.
         rates: the learning rate of each step of the run.
         batch_size: B.
         length: L.
@@ -137,13 +138,7 @@ class CapturedStep:
             self._norms = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
             self._average = None if average is None else [p.detach().clone() for p in self._parameters]
         self._choose_agreement()
-        self._on_device = device.type == "cuda" and isinstance(optimizer, torch.optim.AdamW)
-        if self._on_device:
-            for group in optimizer.param_groups:
-                group["lr"], group["capturable"] = self._rate, True
-            optimizer.found_inf = self._skip  # type: ignore[attr-defined]  # the fused kernel reads it
-            # The first steps run eagerly on purpose; torch would warn that they are slower than a graph.
-            optimizer._warned_capturable_if_run_uncaptured = True
+        self._on_device = device.type == "cuda" and make_capturable(optimizer, self._rate, self._skip)
 
     def recapture(self, not_captured: str | None = None) -> None:
         """Forget the graph, as after a change of the model's number of loops.
@@ -270,7 +265,7 @@ class CapturedStep:
             if self._on_device:
                 self._rate.copy_(self._rates.index_select(0, self._step).squeeze(0))
                 self._skip.copy_((~finite).float())
-                self.optimizer.step()
+                capturable_step(self.optimizer, self._rate, self._skip)
             elif bool(finite):
                 set_learning_rate(self.optimizer, self._host_rates[self.done])
                 self.optimizer.step()

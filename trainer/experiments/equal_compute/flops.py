@@ -1,9 +1,15 @@
-"""Executed floating-point operations of a run, from its spec: iterations without gradient are counted too."""
+"""Executed floating-point operations of a run, from its spec: iterations without gradient are counted too.
+
+So are the matrix products of Muon. Imports torch only for those.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from implicit_blocks.models.counting import training_flops_per_token
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
+from trainer.specs.optimizers import MuonSpec
 from trainer.specs.run import RunSpec
 
 
@@ -30,6 +36,28 @@ def flops_per_token(model: ModelSpec, *, length: int) -> float:
     return found
 
 
+def optimizer_flops_per_step(spec: RunSpec) -> float:
+    """Return the FLOPs of the matrix products of a step of the optimizer: those of Muon, 0 for others.
+
+    Elementwise operations, such as all of AdamW's, are not counted, as nowhere else.
+    """
+    optimizer = spec.training.optimizer
+    return _muon_flops(spec.model, optimizer.newton_schulz_steps) if isinstance(optimizer, MuonSpec) else 0.0
+
+
+@lru_cache(maxsize=64)
+def _muon_flops(model: ModelSpec, steps: int) -> float:
+    import torch
+
+    from implicit_blocks import registry
+    from trainer.optim.capturable import newton_schulz_flops
+    from trainer.optim.muon import matrices_of
+
+    with torch.device("meta"):
+        matrices = matrices_of(registry.build(model))
+    return newton_schulz_flops([(p.shape[0], p.shape[1]) for p in matrices.values()], steps=steps)
+
+
 def run_flops(spec: RunSpec) -> float:
     """Return the executed training FLOPs of a run, over all its phases.
 
@@ -37,10 +65,14 @@ def run_flops(spec: RunSpec) -> float:
         ValueError: as for `flops_per_token`.
 
     """
+    of_optimizer = optimizer_flops_per_step(spec)
     return sum(
         (phase.last_step - phase.first_step)
-        * phase.training.batch_size
-        * phase.data.seq_len
-        * flops_per_token(phase.model, length=phase.data.seq_len)
+        * (
+            phase.training.batch_size
+            * phase.data.seq_len
+            * flops_per_token(phase.model, length=phase.data.seq_len)
+            + of_optimizer
+        )
         for phase in spec.phase_specs()
     )

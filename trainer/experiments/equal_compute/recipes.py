@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from trainer.experiments.equal_compute.flops import run_flops
 from trainer.specs.run import RunSpec
 
 Family = Literal["llama", "mamba2"]
+Optimizer = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class Recipe:
     gate: float | None = None
     """Initial value of the gate of the residual injection; None: no gate."""
     width: int = 256
+    optimizer: Optimizer = "adamw"
+    """Muon moves the matrices of the layers, with AdamW for all other parameters."""
     learning_rate: float
     weight_decay: float
     petaflops: float
@@ -65,6 +68,9 @@ class Recipe:
             raise ValueError(f"layers is {self.layers}; give prelude, core (at least 1) and coda")
         if not self.loops and (prelude or coda):
             raise ValueError(f"an explicit model has layers (0, n, 0), not {self.layers}; or set loops")
+        if self.optimizer not in get_args(Optimizer):
+            known = ", ".join(get_args(Optimizer))
+            raise ValueError(f"optimizer is {self.optimizer!r}; choose from {known}")
         if self.gate is not None and (not self.loops or self.injection != "residual"):
             raise ValueError(f"gate is {self.gate}, and only injection 'residual' of a looped model has one")
         for name in ("learning_rate", "petaflops", "share"):
@@ -106,6 +112,7 @@ class Recipe:
             parts += [f"from{self.loops_from:g}"] if self.loops_from else []
             parts += [f"end{self.end_loops}from{self.end_from:g}"] if self.end_loops else []
             parts += [] if self.gate is None else [f"gate{self.gate:g}"]
+        parts += [] if self.optimizer == "adamw" else [self.optimizer]
         parts += ["wn"] if self.weight_norm else []
         parts += [] if self.qk_norm or self.family == "mamba2" else ["plain"]
         parts += [f"lr{self.learning_rate:g}", f"wd{self.weight_decay:g}", f"{self.petaflops:g}pf"]
@@ -209,7 +216,7 @@ def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
             "precision": recipe.precision,
             "max_grad_norm": 1.0,
             "optimizer": {
-                "kind": "adamw",
+                "kind": recipe.optimizer,
                 "learning_rate": recipe.learning_rate,
                 "weight_decay": recipe.weight_decay,
                 "betas": [0.9, 0.95],
