@@ -34,6 +34,9 @@ LATE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "l
 END: dict[str, Any] = {"end_loops": 8, "end_from": 0.8}
 """A last part of the steps with more loops, so that more loops in evaluation change nothing."""
 GATE: dict[str, Any] = {"gate": 0.5}
+HALF: dict[str, Any] = {**LLAMA, "petaflops": 1.83, "average": 0.998}
+"""Half a token of text per parameter, and FLOPs for 12 epochs of `RESIDUAL`, with width 256."""
+MUON: dict[str, Any] = {"optimizer": "muon"}
 
 Shapes = Sequence[dict[str, Any]]
 
@@ -52,6 +55,10 @@ def plans() -> dict[str, list[dict[str, Any]]]:
         "llama_rates": _llama_rates(),
         "llama_late": _llama_late(),
         "llama_10m": _larger({**LLAMA, "petaflops": 8.0, "width": 384}, (1.5, 0.75)),
+        "llama_half": _llama_half(),
+        "llama_half_small": _half_small(),
+        "fresh_half": _fresh_muon(),
+        "mamba2_half": _mamba2_half(),
         "mamba2": _mamba2(),
         "mamba2_longer": _mamba2_longer(),
         "fresh_llama": _fresh(
@@ -101,6 +108,60 @@ def _llama_rates() -> list[dict[str, Any]]:
     runs = [*low, {**LLAMA, **LATE, **END}, *high]
     runs += [{**four, "learning_rate": 1e-3, "weight_decay": 3.0}, {**looped, **GATE}]
     return [{**run, "seed": 1} for run in runs] + [{**side, "seed": 5} for side in (four, eight)]
+
+
+def _llama_half() -> list[dict[str, Any]]:
+    """Both optimizers, weight decay, width, and what makes searches converge; a moving average for all."""
+    four, eight = {**HALF, **FOUR, "share": 0.6}, {**HALF, **EIGHT}
+    looped, late = {**HALF, **RESIDUAL, **END, "weight_decay": 0.75}, {**HALF, **LATE, **END}
+    penalty = {"residual_weight": 1.0}
+    runs = [{**side, **optimizer} for optimizer in ({}, MUON) for side in (looped, four)]
+    runs += [{**looped, **penalty}]
+    runs += [{**side, **optimizer} for optimizer in ({}, MUON) for side in (late, eight)]
+    runs += [{**looped, **MUON, **penalty}, {**late, **penalty}, {**late, **MUON, **penalty}]
+    high = ({**looped, "weight_decay": 1.5}, {**four, "weight_decay": 3.0})
+    runs += [{**side, **optimizer} for optimizer in ({}, MUON) for side in high]
+    runs += [{**HALF, **FOUR, "width": 320}, {**looped, "residual_weight": 4.0}]
+    high = ({**eight, "weight_decay": 3.0}, {**late, "weight_decay": 3.0})
+    runs += [{**side, **optimizer} for optimizer in ({}, MUON) for side in high]
+    return [*runs, {**HALF, **FOUR, "width": 320, **MUON}, {**looped, **penalty, "damping": 0.8}]
+
+
+def _half_small() -> list[dict[str, Any]]:
+    """Width 128, text and FLOPs in proportion: both sides, two weight decays, both optimizers."""
+    base = {**HALF, "width": 128, "petaflops": 0.23, "average": 0.99}
+    looped, four = {**base, **RESIDUAL, **END}, {**base, **FOUR, "share": 0.6}
+    return [
+        {**side, **optimizer, "weight_decay": decay}
+        for decay in (0.75, 1.5, 3.0)
+        for optimizer in ({}, MUON)
+        for side in (looped, four)
+    ]
+
+
+def _fresh_muon() -> list[dict[str, Any]]:
+    """Each token once, with loops in the last steps only: learning rates and both optimizers."""
+    base = {**LLAMA, "petaflops": 0.35, "weight_decay": 0.3, "average": 0.99}
+    shapes: Shapes = (
+        FOUR,
+        {"layers": [1, 2, 1], "loops": 2, "loops_from": 0.9},
+        {"layers": [1, 2, 1], "loops": 4, "gradient_loops": 2, "loops_from": 0.9},
+    )
+    return [
+        {**base, **shape, **optimizer, "learning_rate": rate}
+        for rate in (1e-3, 5e-4, 2e-3)
+        for optimizer in ({}, MUON)
+        for shape in shapes
+    ]
+
+
+def _mamba2_half() -> list[dict[str, Any]]:
+    """Twice the FLOPs per token of text as ``mamba2``, so that the explicit model can overfit."""
+    base = {**MAMBA2, "petaflops": 1.5, "average": 0.998}
+    late, twice, eight = {**base, **LATE, **END}, {**base, **TWICE, **END}, {**base, **EIGHT}
+    runs = [late, eight, twice, {**eight, "share": 0.6}]
+    runs += [{**side, "weight_decay": 4.0} for side in (late, eight, twice)]
+    return runs + [{**side, **MUON} for side in (late, eight, twice)]
 
 
 def _mamba2() -> list[dict[str, Any]]:

@@ -40,10 +40,12 @@ def map_of(spec: ImplicitLMSpec) -> str:
             return f"f(exp(-Δ·A) z + Δ·B {e})"
         case "attractor":
             return f"f(z + {e}) - z"
-        case "residual" if getattr(injection, "gate_init", None) is None:
-            return f"{e} + f(z) - z"
         case "residual":
-            return f"{e} + f(v) - v, v = {e} + g·(z - {e})"
+            damping = getattr(injection, "damping", 1.0)
+            gated = getattr(injection, "gate_init", None) is not None
+            value = f"{e} + f(v) - v" if gated else f"{e} + f(z) - z"
+            damped = value if damping == 1 else f"{1 - damping:g}·z + {damping:g}·({value})"
+            return f"{damped}, v = {e} + g·(z - {e})" if gated else damped
     return f"f(z, {e})"
 
 

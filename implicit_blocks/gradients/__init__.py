@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks._utils.lazy import names_of_components
 from implicit_blocks.registry.hooks import Add, hookimpl
@@ -161,6 +161,9 @@ class LastLoopsSpec(GradientSpec):
     kind: Literal["last_loops"] = "last_loops"
     loops: PositiveInt | None = None
     """Number of differentiated loops, the last ones; null: all loops."""
+    residual_weight: NonNegativeFloat = 0.0
+    """Weight of a penalty on the squared relative residual of the last loop, so that later searches converge
+    in fewer iterations; 0: none."""
 
     def forward_equivalents(self, iterations: float) -> float:
         """Return ``iterations + 2 k``, where k is the smaller of `loops` and the iterations."""

@@ -147,6 +147,10 @@ class ResidualSpec(InjectionSpec):
     kind: Literal["residual"] = "residual"
     gate_init: float | None = None
     """Initial value of a learned gate g per channel; null: no gate, g = 1."""
+    damping: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """λ of the damped map ``z + λ (e + Δ(z) - z)``, which has the same fixed point: for loops that alternate
+    between two values. The residual is that of this map, λ times the undamped one; one call from ``e`` gives
+    ``e + λ Δ(e)``."""
 
     def parameter_shapes(
         self, d_model: int, core_width: int, projected: int | None

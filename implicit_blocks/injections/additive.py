@@ -71,7 +71,7 @@ class Residual(_SameWidth):
     """``z ← e + Δ(u)`` with ``core(u) = u + Δ(u)`` and ``u = z``; with a gate g ``u = e + g ⊙ (z − e)``.
 
     Args:
-        spec: the gate's initial value.
+        spec: the gate's initial value, and the damping.
         d_model: D.
         core_width: C, equal to D.
 
@@ -86,7 +86,7 @@ class Residual(_SameWidth):
         **_: object,
     ) -> None:
         super().__init__(spec, d_model=d_model, core_width=core_width)
-        self.gate_init = spec.gate_init
+        self.gate_init, self.damping = spec.gate_init, spec.damping
         self.gate = None if spec.gate_init is None else nn.Parameter(torch.empty(core_width))
         self.reset_parameters()
 
@@ -96,9 +96,12 @@ class Residual(_SameWidth):
         return z_BLC if self.gate is None else torch.lerp(e, z_BLC, self.gate.to(z_BLC.dtype))
 
     def leave(self, h_BLC: Tensor, z_BLC: Tensor, entered_BLC: Tensor, e: Tensor | None) -> Tensor:
-        """Return ``e + (h − u)``."""
+        """Return ``e + (h − u)``, or with damping a point between ``z`` and it."""
         assert e is not None
-        return e + (h_BLC - entered_BLC)
+        value_BLC = e + (h_BLC - entered_BLC)
+        return (
+            value_BLC if self.damping == 1 else torch.lerp(z_BLC.to(value_BLC.dtype), value_BLC, self.damping)
+        )
 
     def reset_parameters(self) -> None:
         """Set the gate to its initial value."""

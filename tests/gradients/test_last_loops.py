@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
+from implicit_blocks.gradients.last_loops import relative_change
 from implicit_blocks.search.agreement import fixed_budget
 from implicit_blocks.search.loops import LoopCounts
 from implicit_blocks.search.search import solve_fixed_point
@@ -85,6 +86,38 @@ def test_the_gradient_is_that_of_the_last_loops(f, last):
     differentiated = torch.tensor([[min(last or 5, 5)]])
     assert_same(f, found.z, by_hand(f, start(), 5 - differentiated, differentiated))
     assert found.iterations.tolist() == [5] * ROWS
+
+
+def test_the_penalty_is_the_squared_relative_residual_of_the_last_loop(f):
+    assert solve(f, start(), ib.LastLoops(loops=2)).penalty is None
+    found = solve(f, start(), ib.LastLoops(loops=2, residual_weight=0.5))
+    z = start()
+    with torch.no_grad():
+        for _ in range(3):
+            z = f(z)
+    before = f(z.detach())
+    after = f(before)
+    ratio = (after - before).square().sum(-1) / after.square().sum(-1)
+    expected = 0.5 * ratio.mean(1)
+    torch.testing.assert_close(found.penalty.double(), expected, rtol=1e-5, atol=1e-7)
+    (ours,) = torch.autograd.grad(found.penalty.sum(), f.w)
+    (theirs,) = torch.autograd.grad(expected.sum(), f.w)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_is_left_out_of_the_penalty():
+    before, z = torch.ones(2, 3, 4), torch.full((2, 3, 4), 2.0)
+    before[:, 2] = torch.nan
+    valid = torch.tensor([[True, True, False]] * 2)
+    torch.testing.assert_close(relative_change(before, z, valid=valid), torch.full((2,), 0.25))
+    torch.testing.assert_close(
+        relative_change(torch.ones(2, 4), torch.full((2, 4), 2.0)), torch.full((2,), 0.25)
+    )
+
+
+def test_a_negative_weight_of_the_penalty_is_refused():
+    with pytest.raises(ValueError, match="residual_weight"):
+        ib.LastLoops(residual_weight=-1.0)
 
 
 def test_loops_of_the_search_precede_its_iterations(f):

@@ -56,9 +56,10 @@ def values(spec: ib.InjectionSpec) -> tuple[torch.Tensor, torch.Tensor, ib.Injec
         (ib.ResidualSpec(), Z, X + H - Z),
         (ib.ResidualSpec(gate_init=0.25), X + 0.25 * (Z - X), H - 0.25 * (Z - X)),
         (ib.ResidualSpec(gate_init=0.0), X, H),
+        (ib.ResidualSpec(damping=0.8), Z, Z + 0.8 * (X + H - Z - Z)),
         (ib.DiagonalSpec(decay=0.5), 0.5 * Z + 0.69314718 * X, H),
     ],
-    ids=["projection", "none", "add", "attractor", "residual", "gated", "closed", "diagonal"],
+    ids=["projection", "none", "add", "attractor", "residual", "gated", "closed", "damped", "diagonal"],
 )
 def test_the_initial_values_are_those_of_the_equations(spec, entered, left):
     found = values(spec)

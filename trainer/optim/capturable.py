@@ -72,7 +72,7 @@ def muon_step(muon: torch.optim.Muon, rate: Tensor, skip: Tensor) -> None:
         by_shape: dict[tuple[int, int], list[int]] = {}
         for number, p in enumerate(parameters):
             by_shape.setdefault((min(p.shape), max(p.shape)), []).append(number)
-        for (rows, columns), numbers in by_shape.items():
+        for numbers in by_shape.values():
             tall = [parameters[n].shape[0] > parameters[n].shape[1] for n in numbers]
             wide = [updates[n].mT if turned else updates[n] for n, turned in zip(numbers, tall, strict=True)]
             moved_KRC = orthogonalized(

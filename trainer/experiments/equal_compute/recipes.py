@@ -44,6 +44,10 @@ class Recipe:
     """How the prelude's output enters the core."""
     gate: float | None = None
     """Initial value of the gate of the residual injection; None: no gate."""
+    damping: float = 1.0
+    """Damping of the residual injection: of the map itself, in training and evaluation."""
+    residual_weight: float = 0.0
+    """Weight of the penalty on the last loop's squared residual in the last part of the steps."""
     width: int = 256
     optimizer: Optimizer = "adamw"
     """Muon moves the matrices of the layers, with AdamW for all other parameters."""
@@ -73,6 +77,12 @@ class Recipe:
             raise ValueError(f"optimizer is {self.optimizer!r}; choose from {known}")
         if self.gate is not None and (not self.loops or self.injection != "residual"):
             raise ValueError(f"gate is {self.gate}, and only injection 'residual' of a looped model has one")
+        if self.damping != 1 and (not self.loops or self.injection != "residual"):
+            raise ValueError(
+                f"damping is {self.damping}, and only injection 'residual' of a looped model has one"
+            )
+        if self.residual_weight and not self.end_loops:
+            raise ValueError(f"residual_weight is {self.residual_weight}, for the last part: set end_loops")
         for name in ("learning_rate", "petaflops", "share"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
@@ -99,7 +109,10 @@ class Recipe:
         last = "" if self.gradient_loops is None else f", gradient of {self.gradient_loops}"
         end = f", {self.end_loops} from {self.end_from:.0%}" if self.end_loops else ""
         gate = "" if self.gate is None else f", gate {self.gate:g}"
-        return f"{'-'.join(map(str, self.layers))}{kind}, {self.loops} loops{late}{end}{last}{gate}"
+        damping = "" if self.damping == 1 else f", damping {self.damping:g}"
+        penalty = f", penalty {self.residual_weight:g}" if self.residual_weight else ""
+        rest = f"{late}{end}{last}{gate}{damping}{penalty}"
+        return f"{'-'.join(map(str, self.layers))}{kind}, {self.loops} loops{rest}"
 
     @property
     def name(self) -> str:
@@ -112,6 +125,8 @@ class Recipe:
             parts += [f"from{self.loops_from:g}"] if self.loops_from else []
             parts += [f"end{self.end_loops}from{self.end_from:g}"] if self.end_loops else []
             parts += [] if self.gate is None else [f"gate{self.gate:g}"]
+            parts += [] if self.damping == 1 else [f"damp{self.damping:g}"]
+            parts += [f"pen{self.residual_weight:g}"] if self.residual_weight else []
         parts += [] if self.optimizer == "adamw" else [self.optimizer]
         parts += ["wn"] if self.weight_norm else []
         parts += [] if self.qk_norm or self.family == "mamba2" else ["plain"]
@@ -187,6 +202,8 @@ def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
         injection: dict[str, Any] = {"kind": recipe.injection}
         if recipe.gate is not None:
             injection["gate_init"] = recipe.gate
+        if recipe.damping != 1:
+            injection["damping"] = recipe.damping
         model |= {
             "kind": "implicit_lm",
             "injection": injection,
@@ -200,7 +217,10 @@ def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
             once = {"depth": {"kind": "fixed", "loops": 1}}
             phases = [{"name": "once", "until": recipe.loops_from, "model": once}]
         if recipe.end_loops:
-            end = {"depth": {"loops": recipe.end_loops}, "gradient": {"loops": last or recipe.loops}}
+            gradient: dict[str, Any] = {"loops": last or recipe.loops}
+            if recipe.residual_weight:
+                gradient["residual_weight"] = recipe.residual_weight
+            end = {"depth": {"loops": recipe.end_loops}, "gradient": gradient}
             phases.append({"name": "looped", "until": recipe.end_from})
             phases.append({"name": "end", "model": end})
         elif phases:

@@ -12,9 +12,18 @@ import torch
 from torch import nn
 
 from implicit_blocks._utils.devices import choose_device, device_name
+from trainer.data.source import EvaluationSet
 from trainer.experiments.common.runs import data_of
+from trainer.experiments.equal_compute.compare import better_weights
 from trainer.experiments.equal_compute.flops import run_flops
-from trainer.experiments.equal_compute.measure import BUDGETS, Measuring, evaluation_sets, windows
+from trainer.experiments.equal_compute.measure import (
+    BUDGETS,
+    CHOICE,
+    REPORT,
+    Measuring,
+    evaluation_sets,
+    windows,
+)
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
 from trainer.reporting.metrics import json_value, rounded
 from trainer.run.side_by_side import Planned, Trained, train_side_by_side
@@ -133,11 +142,7 @@ def _result(
     sets = evaluation_sets(spec, report, sequences=sequences)
     # Its weights are those of the last step; without an end they are worth no evaluation.
     look = Measuring(one.model, spec, device=device, meanwhile=one.meanwhile)
-    measured = None if one.ended else look.measure(sets, None if brief else report)
-    averaged = None
-    if measured is not None and one.planned.average is not None:
-        with step.averaged():
-            averaged = look.measure(sets, None if brief else report)
+    measured, averaged = (None, None) if one.ended else _measured(one, look, sets, None if brief else report)
     row: dict[str, Any] = json_value(
         {
             "name": recipe.name,
@@ -170,6 +175,31 @@ def _result(
     return row
 
 
+def _measured(
+    one: Trained, look: Measuring, sets: dict[str, EvaluationSet], report: Path | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the measurements of the last and of the averaged weights, if these exist.
+
+    Only the weights that are better on the text of the choice are measured in full.
+    """
+    if one.planned.average is None:
+        return look.measure(sets, report), None
+    measured = look.measure(sets, None)
+    with one.step.averaged():
+        averaged = look.measure(sets, None)
+        is_better = _loss(averaged) < _loss(measured)
+        if is_better and report is not None:
+            averaged |= look.measure({REPORT: sets[REPORT]}, report)
+    if not is_better and report is not None:
+        measured |= look.measure({REPORT: sets[REPORT]}, report)
+    return measured, averaged
+
+
+def _loss(measured: dict[str, Any]) -> float:
+    found = measured[CHOICE]["loss"]
+    return math.inf if found is None else float(found)
+
+
 def forget_compiled(model: nn.Module) -> None:
     """Run compiled layers eagerly: an evaluation has many shapes, each of which occurs once."""
     for module in model.modules():
@@ -189,7 +219,8 @@ def _curve(losses: torch.Tensor) -> list[list[float]]:
 def _line(row: dict[str, Any]) -> str:
     if row["ended_early"]:
         return f"ended early: {row['ended_early']}"
-    measured = row["measured"]
+    measured = better_weights(row)
+    assert measured is not None
     more = "".join(f", @{one['loops']} {one['perplexity']:.2f}" for one in measured.get("loops", ()))
     share = "".join(
         f", {one['solver']} {one['token_converged']:.1%} ({one['perplexity']:.2f})"
