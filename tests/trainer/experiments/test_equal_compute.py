@@ -21,13 +21,14 @@ from trainer.experiments.equal_compute.compare import (
     require_comparable,
 )
 from trainer.experiments.equal_compute.experiment import Settings, run
-from trainer.experiments.equal_compute.flops import flops_per_token, run_flops
+from trainer.experiments.equal_compute.flops import flops_per_token, optimizer_flops_per_step, run_flops
 from trainer.experiments.equal_compute.grid import Grid
 from trainer.experiments.equal_compute.measure import Measuring, long_sets
 from trainer.experiments.equal_compute.plan import comparisons, looped_shape
 from trainer.experiments.equal_compute.plot import frontier
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
 from trainer.experiments.equal_compute.runs import forget_compiled, read_results, train_recipes
+from trainer.optim.capturable import newton_schulz_flops
 from trainer.storage.files import read_json
 
 BASE = Recipe(
@@ -64,12 +65,36 @@ def test_loops_without_gradient_are_counted_forward():
 
 
 @pytest.mark.parametrize(
-    "recipe", [BASE, LOOPED, replace(LOOPED, loops_from=0.6, end_loops=8), replace(BASE, share=0.6)]
+    "recipe",
+    [
+        BASE,
+        LOOPED,
+        replace(LOOPED, loops_from=0.6, end_loops=8),
+        replace(BASE, share=0.6),
+        replace(LOOPED, optimizer="muon"),
+    ],
 )
 def test_a_run_executes_its_budget(recipe):
     spent = run_flops(spec_of(recipe, Path("tokens"))) / 1e15
     assert spent == pytest.approx(recipe.share * recipe.petaflops, rel=2e-3)
     assert spent <= recipe.share * recipe.petaflops * (1 + 1e-3)
+
+
+def test_the_products_of_muon_are_part_of_the_budget():
+    plain, muon = (spec_of(replace(BASE, optimizer=kind), Path("tokens")) for kind in ("adamw", "muon"))
+    assert optimizer_flops_per_step(plain) == 0.0
+    shapes = [(256, 256), (768, 256), (704, 256), (704, 256), (256, 704)]
+    assert optimizer_flops_per_step(muon) == 4 * newton_schulz_flops(shapes, steps=5)
+    assert muon.training.max_steps < plain.training.max_steps
+
+
+def test_a_damped_map_and_its_penalty_reach_the_model():
+    recipe = replace(LOOPED, end_loops=8, residual_weight=2.0, damping=0.8)
+    spec = spec_of(recipe, Path("tokens"))
+    assert spec.model.injection.damping == 0.8
+    weights = [phase.model.gradient.residual_weight for phase in spec.phase_specs()]
+    assert weights == [0.0, 2.0]
+    assert "damping 0.8, penalty 2" in recipe.shape
 
 
 def test_a_model_whose_loops_the_data_decide_has_no_budget():
@@ -89,6 +114,9 @@ def test_a_model_whose_loops_the_data_decide_has_no_budget():
         ({"end_loops": 8}, "end_loops"),
         ({"layers": (1, 2, 1), "loops": 3, "end_loops": 8, "end_from": 1.0}, "end_loops"),
         ({"gate": 0.5}, "gate"),
+        ({"damping": 0.8}, "damping"),
+        ({"layers": (1, 2, 1), "loops": 3, "residual_weight": 1.0}, "residual_weight"),
+        ({"optimizer": "sgd"}, "choose from adamw, muon"),
     ],
 )
 def test_recipes_that_no_model_has_are_refused(change, named):
