@@ -51,7 +51,11 @@ def losses_of_the_loop(recipe: Recipe, tokens: Path, folder: Path) -> list[float
     return [row["loss"] for row in read_metrics(RunFolder(folder).metrics.path)]
 
 
-@pytest.mark.parametrize("recipe", [EXPLICIT, LOOPED, LATE, END], ids=lambda recipe: recipe.shape)
+MUON = replace(LOOPED, optimizer="muon", petaflops=6e-7)
+RECIPES = [EXPLICIT, LOOPED, LATE, END, MUON]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.shape}, {recipe.optimizer}")
 def test_losses_equal_those_of_the_training_loop(recipe, tokens, tmp_path):
     expected = losses_of_the_loop(recipe, tokens, tmp_path / "run")
     one = trained(recipe, tokens)
@@ -164,6 +168,7 @@ def test_the_reason_against_a_capture_names_what_is_in_the_way(tokens):
     searching = validate(type(model), {**model.model_dump(), "gradient": {"kind": "phantom"}})
     dropped = model.model_copy(update={"dropout": 0.1})
     assert why_not_captured(spec, model, cuda) is None
+    assert why_not_captured(spec_of(replace(LOOPED, optimizer="muon"), tokens), model, cuda) is None
     assert "cpu" in str(why_not_captured(spec, model, CPU))
     assert "until_converged" in str(why_not_captured(spec, free, cuda))
     assert "phantom" in str(why_not_captured(spec, searching, cuda))

@@ -60,10 +60,12 @@ def muon_step(muon: torch.optim.Muon, rate: Tensor, skip: Tensor) -> None:
         if not parameters:
             continue
         for p in parameters:
-            muon.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            if "momentum_buffer" not in muon.state[p]:
+                muon.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffers = [muon.state[p]["momentum_buffer"] for p in parameters]
         # NaN · 0 is NaN: the gradients themselves are replaced.
-        gradients = [torch.where(skip > 0, 0.0, p.grad) for p in parameters if p.grad is not None]
+        skipped = skip > 0
+        gradients = [p.grad.masked_fill(skipped, 0.0) for p in parameters if p.grad is not None]
         momentum = group["momentum"]
         torch._foreach_mul_(buffers, 1 - (1 - momentum) * apply)
         torch._foreach_add_(buffers, torch._foreach_mul(gradients, (1 - momentum) * apply))
