@@ -75,17 +75,19 @@ def muon_step(muon: torch.optim.Muon, rate: Tensor, skip: Tensor) -> None:
         for number, p in enumerate(parameters):
             by_shape.setdefault((min(p.shape), max(p.shape)), []).append(number)
         for numbers in by_shape.values():
-            tall = [parameters[n].shape[0] > parameters[n].shape[1] for n in numbers]
-            wide = [updates[n].mT if turned else updates[n] for n, turned in zip(numbers, tall, strict=True)]
+            tall = [n for n in numbers if parameters[n].shape[0] > parameters[n].shape[1]]
+            wide = [n for n in numbers if n not in tall]
             moved_KRC = orthogonalized(
-                torch.stack(wide),
+                torch.stack([updates[n].mT for n in tall] + [updates[n] for n in wide]),
                 coefficients=group["ns_coefficients"],
                 steps=group["ns_steps"],
                 eps=group["eps"],
-            )
-            for n, turned, moved_RC in zip(numbers, tall, moved_KRC.float(), strict=True):
-                scale = _shape_scale(group["adjust_lr_fn"], parameters[n].shape)
-                parameters[n].sub_((moved_RC.mT if turned else moved_RC) * (rate * apply * scale))
+            ).float() * (rate * apply)
+            moved = [each_RC.mT for each_RC in moved_KRC[: len(tall)]] + list(moved_KRC[len(tall) :])
+            for chosen, matrices in ((tall, moved[: len(tall)]), (wide, moved[len(tall) :])):
+                if chosen:
+                    scale = _shape_scale(group["adjust_lr_fn"], parameters[chosen[0]].shape)
+                    torch._foreach_sub_([parameters[n] for n in chosen], matrices, alpha=scale)
 
 
 def orthogonalized(
