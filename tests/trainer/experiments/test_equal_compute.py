@@ -166,13 +166,14 @@ def test_grids_without_sense_are_refused(change):
 def test_both_sides_of_a_comparison_have_the_same_grid_text_and_normalization():
     plans = comparisons(
         BASE, kinds=["equal_size", "free_size", "fresh_text"], families=["llama", "mamba2"],
-        normalizations=["qk_norm", "weight_norm"], shapes=["1-2-1x3"], layers=[8], widths=[384], grid=GRID,
-        fresh_petaflops=0.1,
+        normalizations=["qk_norm", "weight_norm"], optimizers=["adamw", "muon"], shapes=["1-2-1x3+8@.8"],
+        layers=[8], widths=[384], grid=GRID, fresh_petaflops=0.1,
     )  # fmt: skip
-    assert len(plans) == 12
+    assert len(plans) == len({plan.title for plan in plans}) == 24
     for plan in plans:
         common = {
-            (one.family, one.weight_norm, one.qk_norm, one.petaflops) for one in plan.implicit + plan.explicit
+            (one.family, one.weight_norm, one.qk_norm, one.optimizer, one.petaflops)
+            for one in plan.implicit + plan.explicit
         }
         assert len(common) == 1
         tuned = [
@@ -186,6 +187,7 @@ def test_looped_shapes_are_read_from_text():
     assert looped_shape("2-4-2x3k2@.6") == {
         "layers": (2, 4, 2), "loops": 3, "gradient_loops": 2, "loops_from": 0.6,
     }  # fmt: skip
+    assert looped_shape("1-2-1x3+8@.8")["end_loops"] == 8
     with pytest.raises(ValueError, match="1-2-1x3"):
         looped_shape("2-4-2")
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from trainer.experiments.common.options import add_device, add_setting
-from trainer.experiments.equal_compute.plan import KINDS, NORMALIZATIONS
+from trainer.experiments.equal_compute.plan import KINDS, NORMALIZATIONS, OPTIMIZERS
 
 HELP = "implicit and explicit models at equal text and equal executed FLOPs, each tuned over the same grid"
 
@@ -21,12 +21,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--kinds", nargs="+", choices=list(KINDS), help=f"settings (all): {kinds}")
     add("--families", nargs="+", choices=["llama", "mamba2"], help="models (both)")
     add("--normalizations", nargs="+", choices=list(NORMALIZATIONS), help="normalization (qk_norm)")
+    add("--optimizers", nargs="+", choices=OPTIMIZERS, help="optimizer, the same on both sides (adamw)")
     add(
         "--shapes",
         nargs="+",
         metavar="P-C-KxN",
         help="layers of prelude, core and coda, and loops (1-2-1x3); k2: gradient of the last 2 loops; "
-        "@.6: one loop for 60 %% of the steps",
+        "@.6: one loop for 60 %% of the steps; +8@.8: 8 loops after 80 %% of them",
     )
     add("--layers", nargs="+", type=int, metavar="N", help="layers of explicit models of other sizes (8 12)")
     add("--widths", nargs="+", type=int, metavar="N", help="further widths of these models (none)")

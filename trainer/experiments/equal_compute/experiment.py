@@ -44,6 +44,7 @@ class Settings:
     kinds: tuple[str, ...] = tuple(KINDS)
     families: tuple[str, ...] = ("llama", "mamba2")
     normalizations: tuple[str, ...] = ("qk_norm",)
+    optimizers: tuple[str, ...] = ("adamw",)
     shapes: tuple[str, ...] = ("1-2-1x3",)
     layers: tuple[int, ...] = (8, 12)
     widths: tuple[int, ...] = ()
@@ -215,6 +216,7 @@ def _plans(base: Recipe, settings: Settings, grid: Grid) -> list[Comparison]:
         kinds=settings.kinds,
         families=settings.families,
         normalizations=settings.normalizations,
+        optimizers=settings.optimizers,
         shapes=settings.shapes,
         layers=settings.layers,
         widths=settings.widths,
@@ -280,6 +282,7 @@ def _compared(
         "title": plan.title,
         "family": plan.family,
         "normalization": plan.normalization,
+        "optimizer": plan.optimizer,
         "grid": asdict(plan.grid),
         "sides": sides,
         "result": difference(usable["implicit"], usable["explicit"]) if both else None,

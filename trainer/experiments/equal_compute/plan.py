@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trainer.experiments.equal_compute.grid import Grid
-from trainer.experiments.equal_compute.recipes import Recipe
+from trainer.experiments.equal_compute.recipes import Optimizer, Recipe
 
 Kind = Literal["equal_size", "free_size", "fresh_text"]
 Side = Literal["implicit", "explicit"]
@@ -26,8 +26,10 @@ NORMALIZATIONS: dict[str, dict[str, Any]] = {
     "weight_norm": {"qk_norm": False, "weight_norm": True},
 }
 """The normalizations, which both sides have alike. Mamba2 has no queries: without weight norm it has none."""
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+"""The optimizers, which both sides have alike."""
 
-_SHAPE = re.compile(r"(\d+)-(\d+)-(\d+)x(\d+)(?:k(\d+))?(?:@(0?\.\d+))?")
+_SHAPE = re.compile(r"(\d+)-(\d+)-(\d+)x(\d+)(?:k(\d+))?(?:@(0?\.\d+))?(?:\+(\d+)@(0?\.\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class Comparison:
     kind: Kind
     family: str
     normalization: str
+    optimizer: str
     implicit: tuple[Recipe, ...]
     explicit: tuple[Recipe, ...]
     grid: Grid
@@ -45,7 +48,8 @@ class Comparison:
     def title(self) -> str:
         """The comparison in words."""
         shape = f", {self.implicit[0].shape}" if self.kind == "equal_size" else ""
-        return f"{self.family}, {self.normalization.replace('_', ' ')}{shape}: {KINDS[self.kind]}"
+        with_ = f"{self.normalization.replace('_', ' ')}, {self.optimizer}"
+        return f"{self.family}, {with_}{shape}: {KINDS[self.kind]}"
 
     def side(self, side: Side) -> tuple[Recipe, ...]:
         """Return the models of a side, at any point of the grid."""
@@ -61,7 +65,7 @@ def looped_shape(text: str) -> dict[str, Any]:
     """Return the fields of a recipe for a looped shape.
 
     ``1-2-1x3``: prelude, core, coda, and loops; ``k2``: the last 2 loops are differentiated; ``@.6``: one
-    loop for the first 60 % of the steps.
+    loop for the first 60 % of the steps; ``+8@.8``: 8 loops after 80 % of them.
 
     Raises:
         ValueError: it is written otherwise.
@@ -70,8 +74,10 @@ def looped_shape(text: str) -> dict[str, Any]:
     found = _SHAPE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not a looped shape; write prelude-core-coda x loops, as in 1-2-1x3")
-    prelude, core, coda, loops, last, late = found.groups()
+    prelude, core, coda, loops, last, late, end_loops, end_from = found.groups()
+    end = {} if end_loops is None else {"end_loops": int(end_loops), "end_from": float(end_from)}
     return {
+        **end,
         "layers": (int(prelude), int(core), int(coda)),
         "loops": int(loops),
         "gradient_loops": None if last is None else int(last),
@@ -85,6 +91,7 @@ def comparisons(
     kinds: Sequence[str],
     families: Sequence[str],
     normalizations: Sequence[str],
+    optimizers: Sequence[str] = ("adamw",),
     shapes: Sequence[str],
     layers: Sequence[int],
     widths: Sequence[int],
@@ -98,6 +105,7 @@ def comparisons(
         kinds: of the settings, see `KINDS`.
         families: of the models.
         normalizations: see `NORMALIZATIONS`.
+        optimizers: of both sides, each a comparison of its own, see `OPTIMIZERS`.
         shapes: of the looped models, see `looped_shape`.
         layers: of the explicit models whose size is free.
         widths: of the explicit models whose size is free, besides that of ``base``.
@@ -110,15 +118,25 @@ def comparisons(
     """
     _require_known("comparison", kinds, KINDS)
     _require_known("normalization", normalizations, NORMALIZATIONS)
+    _require_known("optimizer", optimizers, OPTIMIZERS)
     once = Grid(learning_rates=grid.learning_rates, weight_decays=grid.weight_decays)
     found: list[Comparison] = []
-    for family, normalization, kind in product(families, normalizations, kinds):
-        plain: dict[str, Any] = {"loops": 0, "gradient_loops": None, "loops_from": 0.0}
-        common: dict[str, Any] = {"family": family, **NORMALIZATIONS[normalization]}
+    for family, normalization, optimizer, kind in product(families, normalizations, optimizers, kinds):
+        plain: dict[str, Any] = {"loops": 0, "gradient_loops": None, "loops_from": 0.0, "end_loops": 0}
+        common: dict[str, Any] = {
+            "family": family,
+            "optimizer": optimizer,
+            **NORMALIZATIONS[normalization],
+        }
         if kind == "fresh_text":
             common["petaflops"] = fresh_petaflops
         looped = tuple(replace(base, **common, **looped_shape(shape)) for shape in shapes)
-        label: dict[str, Any] = {"kind": kind, "family": family, "normalization": normalization}
+        label: dict[str, Any] = {
+            "kind": kind,
+            "family": family,
+            "normalization": normalization,
+            "optimizer": optimizer,
+        }
         if kind == "equal_size":
             for one in looped:
                 twin = replace(one, **plain, layers=(0, sum(one.layers), 0))
@@ -134,7 +152,7 @@ def comparisons(
     return found
 
 
-def _require_known(what: str, names: Sequence[str], known: dict[str, Any]) -> None:
+def _require_known(what: str, names: Sequence[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"unknown {what} {name!r}; choose from {', '.join(known)}")
