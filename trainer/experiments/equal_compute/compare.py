@@ -171,6 +171,11 @@ def converged_share(row: Row) -> float | None:
     return max((share for share in shares if share is not None), default=None)
 
 
+def quantile95(degrees: float) -> float:
+    """Return the 97.5 % quantile of Student's t, that of 30 degrees of freedom for more of them."""
+    return _T95[max(1, min(30, math.floor(degrees))) - 1]
+
+
 def interval(values: Sequence[float], others: Sequence[float]) -> tuple[float, float, float] | None:
     """Return the difference of two means and its 95 % interval (Welch's t); None for fewer than 2 values."""
     if min(len(values), len(others)) < 2:
@@ -183,8 +188,7 @@ def interval(values: Sequence[float], others: Sequence[float]) -> tuple[float, f
     degrees = total**2 / sum(
         part**2 / (len(one) - 1) for part, one in zip(spread, (values, others), strict=True)
     )
-    quantile = _T95[max(1, min(30, math.floor(degrees))) - 1]
-    half = quantile * math.sqrt(total)
+    half = quantile95(degrees) * math.sqrt(total)
     return difference, difference - half, difference + half
 
 
