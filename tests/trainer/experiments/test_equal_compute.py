@@ -20,7 +20,7 @@ from trainer.experiments.equal_compute.compare import (
     marks,
     require_comparable,
 )
-from trainer.experiments.equal_compute.experiment import Settings, run
+from trainer.experiments.equal_compute.experiment import Settings, run, short
 from trainer.experiments.equal_compute.flops import flops_per_token, optimizer_flops_per_step, run_flops
 from trainer.experiments.equal_compute.grid import Grid
 from trainer.experiments.equal_compute.measure import Measuring, long_sets
@@ -407,3 +407,15 @@ def test_an_unknown_shape_is_refused_by_the_command(tokens, tmp_path, capsys):
     given = ["equal-compute", "--data", str(data), "--report", str(report), "--shapes", "1-2"]
     assert main([*given, "--output", str(tmp_path / "out")]) == 2
     assert "looped shape" in capsys.readouterr().err
+
+
+def test_short_rows_have_last_and_averaged_weights():
+    sets = {on: {"loss": 4.0, "perplexity": value} for on, value in (("choice", 54.6), ("report", 60.3))}
+    better = {on: {**one, "loss": 3.9, "perplexity": one["perplexity"] - 1} for on, one in sets.items()}
+    made = row(measured=sets, averaged=better, side="explicit", shape="4 layers", tokens=1, seconds=1.0,
+               captured=True)  # fmt: skip
+    found = short(made)
+    assert found["weights"] == {
+        "last": {"choice": 54.6, "report": 60.3}, "averaged": {"choice": 53.6, "report": 59.3},
+    }  # fmt: skip
+    assert found["report"] == 59.3

@@ -300,6 +300,11 @@ def short(row: Mapping[str, Any]) -> dict[str, Any]:
         **{key: None if best is None else best.get(key) for key in measured},
         "choice": None if best is None else best["choice"]["perplexity"],
         "report": None if best is None else best["report"]["perplexity"],
+        "weights": {
+            name: {on: row[key][on]["perplexity"] for on in ("choice", "report")}
+            for name, key in (("last", "measured"), ("averaged", "averaged"))
+            if row.get(key) is not None
+        },
         "converged": converged_share(row),
         "marks": marks(row),
         "captured": row["captured"],
