@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,8 @@ SOLVERS: dict[str, SolverSpec] = {
     "anderson": AndersonSpec(),
 }
 """Solvers of the searches, by name."""
+BRIEF_SOLVER = "picard 0.8"
+"""The one with which most tokens converged, where only one search is made."""
 
 CHOICE, REPORT = "choice", "report"
 """The sets: text held out from training, on which recipes are chosen; books that decide nothing."""
@@ -156,7 +158,8 @@ class Measuring:
     def measure(self, sets: Mapping[str, EvaluationSet], report: Path | None) -> dict[str, Any]:
         """Return perplexities on both sets and at 8 times the length; of an implicit model also its searches.
 
-        Without ``report``, the tokens of the reported text, only the perplexities on both sets.
+        Without ``report``, the tokens of the reported text, only the perplexities on both sets, and of an
+        implicit model one search for the fixed point (`BRIEF_SOLVER`).
 
         ``loops``, ``few_loops`` and ``fixed_point`` are measured on the reported set, the last two on its
         first sequences, in float32 and with ``trained_loops_few`` beside them. Each token's
@@ -165,16 +168,19 @@ class Measuring:
         precision, depth = self.spec.training.precision, self.trained_loops
         trained = {} if depth is None else {"loops": depth}
         found: dict[str, Any] = {name: self._row(one, precision, **trained) for name, one in sets.items()}
-        if report is None:
-            return found
         whole = sets[REPORT]
+        few = EvaluationSet(name=REPORT, source=whole.source, sequences=min(SEARCHED, whole.sequences))
+        if report is None:
+            if depth is not None:
+                found["trained_loops_few"] = self._row(few, "float32", loops=depth)
+                found["fixed_point"] = list(self._searches(few, (BRIEF_SOLVER,), (max(BUDGETS),)))
+            return found
         long = long_sets(self.spec, report, sequences=min(LONG_SEQUENCES, max(1, whole.sequences // LONG)))
         if long is not None:
             found["lengths"] = [self._length_row(one, precision, **trained) for one in long]
             found["lengths_scaled"] = self._scaled_lengths(long[0], precision, **trained)
         if depth is None:
             return found
-        few = EvaluationSet(name=REPORT, source=whole.source, sequences=min(SEARCHED, whole.sequences))
         found["loops"] = [
             {"loops": n, **self._row(whole, precision, loops=n)} for n in sorted({*LOOPS, depth})
         ]
@@ -182,20 +188,23 @@ class Measuring:
             {"loops": n, **self._row(few, "float32", loops=n)} for n in sorted({*FEW_LOOPS, depth})
         ]
         found["trained_loops_few"] = self._row(few, "float32", loops=depth)
-        found["fixed_point"] = []
-        for name, solver in SOLVERS.items():
-            with self._solver(solver):
-                for most in BUDGETS:
-                    row = self._row(few, "float32", tolerance=self.tolerance, max_iterations=most)
-                    found["fixed_point"].append(
-                        {"solver": name, "max_iterations": most, "tolerance": TOLERANCE, **row}
-                    )
+        found["fixed_point"] = list(self._searches(few, SOLVERS, BUDGETS))
         if long is not None:
             search = {"tolerance": self.tolerance, "max_iterations": max(BUDGETS)}
             short = [EvaluationSet(name=one.name, source=one.source, sequences=n)
                      for one, n in zip(long, (8, 8 * LONG), strict=True) if one.sequences >= n]  # fmt: skip
             found["lengths_fixed_point"] = [self._length_row(one, "float32", **search) for one in short]
         return found
+
+    def _searches(
+        self, few: EvaluationSet, solvers: Iterable[str], budgets: Sequence[int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the row of a search with each solver and each limit of iterations."""
+        for name in solvers:
+            with self._solver(SOLVERS[name]):
+                for most in budgets:
+                    row = self._row(few, "float32", tolerance=self.tolerance, max_iterations=most)
+                    yield {"solver": name, "max_iterations": most, "tolerance": TOLERANCE, **row}
 
     @property
     def trained_loops(self) -> int | None:
