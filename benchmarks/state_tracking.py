@@ -1,12 +1,13 @@
-"""Ten state-tracking tasks with implicit Mamba2 and four explicit models of its size, tuned alike.
+"""Ten state-tracking tasks with implicit models and four explicit models of their size, tuned alike.
 
-    python benchmarks/state_tracking.py [--tasks parity dyck] [--models implicit-mamba2 mamba2 attention
-        gated-deltanet rwkv7] [--learning-rates 1e-3 3e-3] [--seeds 0] [--minutes 5] [--spec state_tracking]
-        [path.to.key=value …]
+    python benchmarks/state_tracking.py [--tasks parity dyck] [--models implicit-mamba2 implicit-rwkv7 mamba2
+        attention gated-deltanet rwkv7] [--learning-rates 1e-3 3e-3] [--seeds 0] [--minutes 5]
+        [--spec state_tracking] [path.to.key=value …]
     python benchmarks/state_tracking.py --table
 
 All models have the width of the spec, see the same sequences in the same order, and have the same learning
-rates to choose from. An explicit model has as many layers as come closest to the implicit model's parameters.
+rates to choose from. ``implicit-mamba2`` is the model of the spec. The others, ``implicit-rwkv7`` with its
+solver included, have as many layers as come closest to its parameters.
 Every combination is a run in ``--runs``; runs that are finished are read, so that a repeated command
 continues, and several processes may share the folder with different tasks. The results contain every run;
 the table has the best learning rate of each model by its accuracy at the training length. ``gated-deltanet``
@@ -38,7 +39,8 @@ from trainer.specs.generated import StateTrackingTask
 from trainer.specs.run import RunSpec
 
 TASKS = get_args(StateTrackingTask)
-MODELS = ("implicit-mamba2", "mamba2", "attention", "gated-deltanet", "rwkv7")
+IMPLICIT = ("implicit-mamba2", "implicit-rwkv7")
+MODELS = (*IMPLICIT, "mamba2", "attention", "gated-deltanet", "rwkv7")
 KEPT = ("length", "accuracy", "accuracy_last", "sequence_accuracy", "iterations", "iterations_max",
         "residual_max", "non_converged")  # fmt: skip
 MOST_LAYERS = 8
@@ -75,6 +77,12 @@ def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: l
     if model == "implicit-mamba2":
         return implicit
     width = implicit.model.d_model  # type: ignore[attr-defined]  # of a language model
+    target = parameters(implicit)
+    if model in IMPLICIT:
+        # The spec with another mixer, which has its own sizes.
+        changes = [text for text in changes if not text.startswith("model.mixer")]
+        mixer = {"model": {"mixer": mixer_of(model.removeprefix("implicit-"), width)}}
+        return _closest(base, Section(merge(tree, mixer)), changes, target)
     # Explicit models keep the state themselves, so Mamba2 has its usual, slow decay; they do not search.
     changes = [text for text in changes if not text.startswith(("model.", "phases."))]
     mlp = {"mlp": {"kind": "swiglu", "d_ff": 2 * width}} if model == "attention" else {}
@@ -83,19 +91,16 @@ def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: l
         "mixer": mixer_of(model, width), **mlp,
     }  # fmt: skip
     phases = [Section({k: v for k, v in phase.items() if k != "model"}) for phase in tree.get("phases", [])]
-    target = parameters(implicit)
-    best: RunSpec | None = None
-    for layers in range(1, MOST_LAYERS + 1):
-        section = Section({**tree, "model": Section({**own, "n_layers": layers}), "phases": phases})
-        spec = _validated(apply_overrides(section, changes), base)
-        if best is None or _distance(spec, target) < _distance(best, target):
-            best = spec
-    assert best is not None
-    return best
+    return _closest(base, Section({**tree, "model": Section(own), "phases": phases}), changes, target)
 
 
-def _distance(spec: RunSpec, target: int) -> int:
-    return abs(parameters(spec) - target)
+def _closest(base: str, tree: Section, changes: list[str], target: int) -> RunSpec:
+    """Return the run with the number of layers whose parameter count is closest to ``target``."""
+    specs = [
+        _validated(apply_overrides(Section(merge(tree, {"model": {"n_layers": layers}})), changes), base)
+        for layers in range(1, MOST_LAYERS + 1)
+    ]
+    return min(specs, key=lambda spec: abs(parameters(spec) - target))
 
 
 def parameters(spec: RunSpec) -> int:
@@ -166,19 +171,23 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy at the longest test: what iteration adds to models of one size."""
     from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure
 
+    colors = dict(zip(MODELS, (BLUE, "#c53030", ORANGE, GREY, GREEN, DARK), strict=True))
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    width = 0.8 / len(models)
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     figure = new_figure(width=9.0, height=3.6, title="")
     axes = figure.subplots()
-    for index, (model, color) in enumerate(zip(MODELS, (BLUE, ORANGE, GREY, GREEN, DARK), strict=True)):
+    for index, model in enumerate(models):
         best = {
             task: max(own, key=_chosen_by)["tests"][-1]["accuracy"]
             for task in tasks
             if (own := [row for row in rows if (row["task"], row["model"]) == (task, model)])
         }
-        places = [tasks.index(task) + 0.16 * (index - 2) for task in best]
-        axes.bar(places, [100 * share for share in best.values()], width=0.15, color=color, label=model)
+        places = [tasks.index(task) + width * (index - (len(models) - 1) / 2) for task in best]
+        heights = [100 * share for share in best.values()]
+        axes.bar(places, heights, width=0.94 * width, color=colors[model], label=model)
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n") for task in tasks])
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.22))
+    axes.legend(frameon=False, fontsize=8, ncols=len(models), loc="upper center", bbox_to_anchor=(0.5, 1.22))
     finish(axes, title="", x="", y="accuracy at 4 times\nthe training length (%)")
     figure.savefig(path, dpi=100)
 
