@@ -100,17 +100,16 @@ class ExplicitLM(ModelParts):
         windows = inputs.windows(window_length)
         commit = return_state or len(windows) > 1
         check_windows(commit=commit, bidirectional=self.bidirectional)
-        state = state if state is not None else self.initial_state(len(x_BLD))
         weights = weights if weights is not None else self.cache_weights()
         parts: list[Encoded] = []
         for window in windows:
             prepared = self.prepare(window, state, weights=weights, commit=commit)
-            f, start_BLC = self.bind_core(prepared, state, weights=weights)
+            f, start_BLC = self.bind_core(prepared, weights=weights)
             z_BLC, core = f.commit(start_BLC) if commit else (f(start_BLC), prepared.core)
             output = self.output_map(prepared, weights)
             if commit:
                 hidden_BLD, coda = output.commit(z_BLC)
-                state = state.after(prepared.window, (*prepared.prelude, *core, *coda), z_BLC)
+                state = prepared.state.after(prepared.window, (*prepared.prelude, *core, *coda), z_BLC)
             else:
                 hidden_BLD = output(z_BLC)
             parts.append(Encoded(hidden_BLD))
@@ -122,7 +121,6 @@ class ExplicitLM(ModelParts):
     def bind_core(
         self,
         prepared: Prepared,
-        state: SequenceState,
         *,
         weights: ModelWeights,
         ids_BL: Tensor | None = None,

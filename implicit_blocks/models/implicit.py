@@ -166,7 +166,6 @@ class ImplicitLM(ModelParts):
         windows = inputs.windows(window_length)
         commit = return_state or len(windows) > 1
         check_windows(commit=commit, bidirectional=self.bidirectional)
-        state = state if state is not None else self.initial_state(len(x_BLD))
         weights = weights if weights is not None else self.cache_weights()
         plan = SearchPlan.of(self, solver, stopping, search, batch_size=len(x_BLD), trace=trace)
         parts: list[Encoded] = []
@@ -174,7 +173,6 @@ class ImplicitLM(ModelParts):
             prepared = self.prepare(window, state, weights=weights, commit=commit)  # c = prelude(x)
             f, z0_BLC = self.bind_core(  # f(z) = leave(core(enter(z, e)), z, e)
                 prepared,
-                state,
                 weights=weights,
                 ids_BL=window.ids_BL,
                 search=search and search.of_window(window.first, window.length, length=inputs.length),
@@ -187,7 +185,7 @@ class ImplicitLM(ModelParts):
             if commit:
                 hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
                 states = (*prepared.prelude, *core, *coda)
-                state = state.after(prepared.window, states, solution.z)
+                state = prepared.state.after(prepared.window, states, solution.z)
             else:
                 hidden_BLD = output(solution.z)
             parts.append(Encoded(hidden_BLD, solution))
@@ -201,7 +199,6 @@ class ImplicitLM(ModelParts):
     def bind_core(
         self,
         prepared: Prepared,
-        state: SequenceState,
         *,
         weights: ModelWeights,
         ids_BL: Tensor | None = None,
@@ -213,7 +210,7 @@ class ImplicitLM(ModelParts):
         if search is not None and search.start is not None:
             z0_BLC = _check_start(search.start, z0_BLC)
         if search is not None and search.warm_start:
-            z0_BLC = state.warm_start(window, z0_BLC)
+            z0_BLC = prepared.state.warm_start(window, z0_BLC)
         injected = c_BLD
         if ids_BL is not None and self._injects_by_word(window, tokens=ids_BL.numel()):
             window = replace(window, u_rows_BL=ids_BL.contiguous())

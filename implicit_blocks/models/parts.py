@@ -51,6 +51,8 @@ class Prepared(NamedTuple):
     """A window whose prelude has run."""
 
     window: Window
+    state: SequenceState
+    """The state before the window."""
     x_BLD: Tensor
     """The embedded tokens."""
     c_BLD: Tensor
@@ -245,16 +247,20 @@ class ModelParts(TrainingMethods, nn.Module):
         return ModelWeights(*core, prelude=self.prelude, coda=self.coda)
 
     def prepare(
-        self, inputs: Inputs, state: SequenceState, *, weights: ModelWeights, commit: bool = False
+        self, inputs: Inputs, state: SequenceState | None, *, weights: ModelWeights, commit: bool = False
     ) -> Prepared:
-        """Begin the next window: embed its tokens, run the prelude, and with ``commit`` keep its states."""
-        x_BLD = scaled(inputs.x_BLD, self.spec.embedding_scale)
+        """Begin the next window: embed its tokens, run the prelude, and with ``commit`` keep its states.
+
+        ``state`` is that before the window; None: at the beginning.
+        """
+        x_BLD, dtype = scaled(inputs.x_BLD, self.spec.embedding_scale), self.stream_dtype
+        state = state if state is not None else self.initial_state(len(x_BLD))
         window = state.window(
-            inputs.x_BLD.shape[1],
+            inputs.length,
             valid_BL=inputs.valid_BL,
             documents_BL=inputs.documents_BL,
             gaps=inputs.gaps,
-            dtype=self.stream_dtype,
+            dtype=dtype,
         )
         if self.needs_token_ids:
             window = replace(window, ids_BL=inputs.ids_BL)
@@ -263,12 +269,12 @@ class ModelParts(TrainingMethods, nn.Module):
         before, core, coda = state.layers[:first], state.layers[first:last], state.layers[last:]
         c_BLD = x_BLD
         if self.prelude is not None and weights.prelude is not None:
-            stream_BLD = x_BLD.to(self.stream_dtype)
+            stream_BLD = x_BLD.to(dtype)
             f = self.prelude.bind(window, states=before, start_BLD=stream_BLD, weights=weights.prelude)
             c_BLD, before = f.commit(stream_BLD) if commit else (f(stream_BLD), before)
         if self.prelude_norm is not None:
             c_BLD = self.prelude_norm(c_BLD)
-        return Prepared(window, x_BLD, c_BLD, before, core, coda)
+        return Prepared(window, state, x_BLD, c_BLD, before, core, coda)
 
     def bind(
         self,
@@ -286,13 +292,12 @@ class ModelParts(TrainingMethods, nn.Module):
         inputs = Inputs(x_BLD, ids_BL, valid_BL, documents_BL, gaps)
         prepared = self.prepare(inputs, state, weights=weights)
         search = SearchOptions(warm_start=warm_start)
-        return self.bind_core(prepared, state, weights=weights, ids_BL=ids_BL, search=search)
+        return self.bind_core(prepared, weights=weights, ids_BL=ids_BL, search=search)
 
     @abstractmethod
     def bind_core(
         self,
         prepared: Prepared,
-        state: SequenceState,
         *,
         weights: ModelWeights,
         ids_BL: Tensor | None = None,
