@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from implicit_blocks._utils.devices import choose_device
+from implicit_blocks._utils.stop_strings import StopScanner
 from implicit_blocks.checkpoints.find import BYTES
 from implicit_blocks.checkpoints.load_model import load_model
 from implicit_blocks.checkpoints.run_folder import tokenizer_of
@@ -17,7 +18,6 @@ from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
 from implicit_blocks.decoding.processors import with_transformers
 from implicit_blocks.decoding.sampling import Sampling
-from implicit_blocks.decoding.stop_strings import StopScanner
 from implicit_blocks.models.language_model import LanguageModel
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from implicit_blocks.decoding.stop_strings import StopScanner
+from implicit_blocks._utils.stop_strings import StopScanner
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.jobs import Event, Failed, GeneratedToken, Job, LogProbability, PromptRead
 from implicit_blocks.serving.language import Language

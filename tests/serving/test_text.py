@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from implicit_blocks.decoding.stop_strings import StopScanner
+from implicit_blocks._utils.stop_strings import StopScanner
 from implicit_blocks.serving.language import Bytes, Numbers, Words, language_of
 
 
