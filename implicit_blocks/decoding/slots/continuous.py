@@ -186,7 +186,7 @@ class ContinuousDecoder:
         """
         check_limits(request, self.batch.search.stopping, accepted=self.accepts_limits)
         require_count("max_new_tokens", request.max_new_tokens)
-        ids, _ = lay_out([request.prompt], device=self.device)
+        ids, _ = lay_out([request.prompt], device=torch.device("cpu"))  # a check on a GPU waits for its work
         room = self.max_seq_len - request.max_new_tokens
         if room < 1:
             raise ValueError(
@@ -197,7 +197,7 @@ class ContinuousDecoder:
         vocab_size = self.model.spec.vocab_size
         check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)
         check_stop_token_ids(request.stop_token_ids, vocab_size=vocab_size)
-        self.waiting.append(Text(self.submitted, request, ids))
+        self.waiting.append(Text(self.submitted, request, ids.to(self.device, non_blocking=True)))
         self.submitted += 1
         return self.submitted - 1
 
