@@ -20,14 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.serving.bodies import ChatBody, CompletionBody, read
+from implicit_blocks.serving.engine import Engine
 from implicit_blocks.serving.errors import ApiError, shown
 from implicit_blocks.serving.events import END, event
 from implicit_blocks.serving.formats import Format
 from implicit_blocks.serving.inspect_api import add_inspections
+from implicit_blocks.serving.links import Link
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions, is_loopback
 from implicit_blocks.serving.page import add_page
-from implicit_blocks.serving.served import ServedModel
+from implicit_blocks.serving.served import ServedModel, Setup
 from implicit_blocks.serving.texts import Piece, Text, Texts
 
 _LOG = logging.getLogger(__name__)
@@ -36,20 +38,18 @@ CLIENT_LEFT = 499
 """The status of a request whose client left before the answer, as in nginx's logs."""
 
 
-def create_app(
-    served: ServedModel, options: ServerOptions, metrics: Metrics, *, others: Sequence[ServedModel] = ()
-) -> FastAPI:
-    """Return the application; the engines of its models run while the application does.
+def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
+    """Return the application that serves models, each through the link to its worker.
 
-    ``others`` are served beside the first model, with metrics of their own.
-
-    Raises:
-        ValueError: two models have the same name.
-
+    The options of the first model are those of the server, and its tokens those of the metrics. The workers
+    run while the application does.
     """
-    models = {each.name: each for each in (served, *others)}
-    if len(models) <= len(others):
-        raise ValueError(f"two models have the name {served.name}; choose others with --name")
+    metrics = [Metrics(setup.options.max_batch_size) for setup in setups]
+    engines = [
+        Engine(link, setup.options, own) for setup, link, own in zip(setups, links, metrics, strict=True)
+    ]
+    models = {setup.name: ServedModel(setup, engine) for setup, engine in zip(setups, engines, strict=True)}
+    served, options, counted = models[setups[0].name], setups[0].options, metrics[0]
 
     def find(name: str) -> ServedModel:
         if (found := models.get(name)) is not None:
@@ -64,15 +64,15 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         for each in models.values():
-            each.engine.start()
+            await each.engine.start()
         try:
             yield
         finally:
-            await asyncio.gather(*(asyncio.to_thread(each.engine.close) for each in models.values()))
+            await asyncio.gather(*(each.engine.close() for each in models.values()))
 
     app = FastAPI(title="implicit_blocks", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.state.served, app.state.metrics = served, metrics
-    app.add_middleware(_Counted, metrics=metrics)
+    app.state.served, app.state.metrics, app.state.models = served, counted, models
+    app.add_middleware(_Counted, metrics=counted)
     local = Depends(_host_check(options))
     allowed = [local, Depends(_key_check(options))]
 
@@ -85,7 +85,7 @@ def create_app(
 
     @app.get("/metrics", dependencies=allowed)
     async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(counted.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models", dependencies=allowed)
     async def all_models() -> JSONResponse:

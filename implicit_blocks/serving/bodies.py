@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from implicit_blocks._utils.hints import did_you_mean
-from implicit_blocks.decoding import Sampling
 from implicit_blocks.serving.errors import ApiError, shown
 
 MOST_TOKENS = 1 << 24
@@ -60,16 +59,6 @@ class CommonBody(BaseModel):
     tolerance: Annotated[float, Field(gt=0, le=1e6)] | None = None
     max_iterations: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     return_iterations: bool | None = None
-
-    @property
-    def sampling(self) -> Sampling:
-        """The rule of sampling; the default temperature is 1, as in OpenAI's API."""
-        temperature = 1.0 if self.temperature is None else float(self.temperature)
-        if temperature == 0:
-            return Sampling()
-        top_k = None if self.top_k in (None, 0, -1) else self.top_k
-        top_p = None if self.top_p in (None, 1) else self.top_p
-        return Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
 
     @property
     def stops(self) -> Sequence[str]:

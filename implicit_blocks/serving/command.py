@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import sys
@@ -102,6 +101,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
     Raises:
         ValueError: missing packages, options or sources that cannot be used, a port in use.
+        ChildProcessError: the HTTP process has ended by itself.
 
     """
     missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
@@ -113,12 +113,13 @@ def serve(arguments: argparse.Namespace) -> None:
     values = {name: getattr(arguments, name) for name in names}
     options = ServerOptions(**values, api_key=os.environ.get(KEY_VARIABLE))
 
-    from implicit_blocks.serving.server import address_of, listen, load, make_server
+    from implicit_blocks.serving.listening import address_of, listen
+    from implicit_blocks.serving.processes import run
+    from implicit_blocks.serving.server import load
 
-    listening = listen(options)  # before the model is loaded, which may take minutes
-    with listening:
+    with listen(options) as listening:  # before the model is loaded, which may take minutes
         with optional_packages():
-            app = load(
+            hosts = load(
                 arguments.source,
                 options,
                 compare=arguments.compare,
@@ -127,6 +128,5 @@ def serve(arguments: argparse.Namespace) -> None:
                 tokenizer=arguments.tokenizer,
                 device=arguments.device,
             )
-        print(f"serving {arguments.source} at {address_of(listening)} (Ctrl-C stops)", file=sys.stderr)
-        with contextlib.suppress(KeyboardInterrupt):  # raised again after the graceful end
-            make_server(app, options).run(sockets=[listening])
+        message = f"serving {arguments.source} at {address_of(listening)} (Ctrl-C stops)"
+        run(hosts, listening, ready=lambda: print(message, file=sys.stderr, flush=True))

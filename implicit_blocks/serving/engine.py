@@ -1,119 +1,111 @@
-"""The engine of a server: texts of all requests share the slots of one decoder.
+"""The engine of a server: texts of all requests share the worker of one model.
 
-The event loop submits and cancels texts; a thread decodes (``worker``) and sends their events back.
+It runs in the event loop: it admits texts or refuses them, sends them to the worker, and gives each request
+the events of its texts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from implicit_blocks.decoding import ContinuousDecoder
-from implicit_blocks.models.language_model import LanguageModel
-from implicit_blocks.serving.baseline import TransformersDecoder
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.jobs import Event, Job
+from implicit_blocks.serving.jobs import (
+    Batch,
+    Cancel,
+    Ended,
+    Event,
+    Failed,
+    InspectionOrder,
+    Job,
+    Report,
+    Submit,
+)
+from implicit_blocks.serving.links import Link
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.worker import Cancel, Decoder, Submit, Worker
 
 _USUAL_SECONDS = 1.0
 """The assumed duration of a text before the first one has ended."""
 
-DELIVERY_SECONDS = (0.01, 0.1)
-"""The least time between two deliveries of events: with few texts, and with many.
-
-Each delivery wakes the event loop, which competes with the decoder's thread for the interpreter, and each
-text writes all tokens that it received as one chunk. A text's tokens are thus up to this much later.
-"""
-
 CHUNKS_PER_SECOND = 1500
-"""How many chunks all texts together write, about, between these two times: 43 ms with 64 texts."""
+"""About how many chunks all texts together write: each costs as much processor time as several tokens.
+
+With N texts each receives its tokens every N / 1500 s, in one chunk.
+"""
+LONGEST_SECONDS = 0.1
+"""The longest time that a token is withheld for that."""
+
+Reports = asyncio.Queue[Report | ApiError | None]
 
 
 class Engine:
-    """Runs texts on a model until it is closed.
+    """Runs texts on a worker until it is closed.
 
     Args:
-        model: an ``ImplicitLM`` or ``ExplicitLM``, or a model of transformers, in evaluation mode.
+        link: the way to the worker.
         options: slots, limits, and the seconds after which the decoder counts as stuck.
         metrics: what is counted.
-        make_decoder: creates the decoder, also after a failure; None: a ``ContinuousDecoder`` of the model,
-            or a ``TransformersDecoder``.
-
-    Raises:
-        ValueError: as for ``ContinuousDecoder``.
 
     """
 
-    def __init__(
-        self,
-        model: Any,
-        options: ServerOptions,
-        metrics: Metrics,
-        *,
-        make_decoder: Callable[[], Decoder] | None = None,
-    ) -> None:
-        self.model, self.options, self.metrics = model, options, metrics
-        self.worker = Worker(model, metrics, make_decoder or self._decoder, self._send)
-        self.accepts_limits = self.decoder.accepts_limits
-        self.pending = 0
-        """The number of texts that were accepted and have not ended; of the event loop."""
+    def __init__(self, link: Link, options: ServerOptions, metrics: Metrics) -> None:
+        self.link, self.options, self.metrics = link, options, metrics
+        self.on_lost: Callable[[], None] | None = None
+        """Called when the worker's process has ended."""
+        self._numbers = itertools.count()
+        self._jobs: dict[int, Job] = {}
+        """The texts that were accepted and have not ended, by number."""
+        self._inspections: dict[int, Reports] = {}
         self._seconds = _USUAL_SECONDS
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._outbox: deque[tuple[Sequence[tuple[Job, Event]], Sequence[float]]] = deque()
-        self._scheduled = False
-        """Whether the event loop will take what is in the outbox."""
+        self._beat = time.monotonic()
+        self._broken: str | None = None
+        self._closing = False
+        self._held: dict[int, Job] = {}
+        """The texts with events that are withheld until the next delivery."""
         self._delivered = -math.inf
-        """When the event loop last did so."""
-        self.closing = False
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
-    def decoder(self) -> Decoder:
-        """The decoder, a new one after a failure."""
-        return self.worker.decoder
+    def pending(self) -> int:
+        """The number of texts that were accepted and have not ended."""
+        return len(self._jobs)
 
-    def _decoder(self) -> Decoder:
-        if not isinstance(self.model, LanguageModel):
-            return TransformersDecoder(self.model, max_batch_size=self.options.max_batch_size)
-        return ContinuousDecoder(
-            self.model,
-            max_batch_size=self.options.max_batch_size,
-            max_seq_len=self.options.max_seq_len,
-            limits_per_request=self.options.limits_per_request,
-        )
+    @property
+    def inspections(self) -> int:
+        """The number of inspections that run."""
+        return len(self._inspections)
 
-    def start(self) -> None:
-        """Start the thread; its events arrive in the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self.worker.run, name="decoder", daemon=True)
-        self._thread.start()
+    async def start(self) -> None:
+        """Begin to receive events, in the running event loop."""
+        await self.link.start(self._receive, self._lost)
 
-    def close(self) -> None:
-        """End the thread after its current step; texts that have not ended fail."""
-        self.closing = True
-        self.worker.inbox.put(None)
-        if self._thread is not None:
-            self._thread.join(timeout=self.options.shutdown_seconds)
+    async def close(self) -> None:
+        """End the worker after its current step; texts that have not ended fail."""
+        self._closing = True
+        await self.link.stop(self.options.shutdown_seconds)
 
     @property
     def trouble(self) -> str | None:
         """Why no request can be served now, None if it can."""
-        if self.worker.broken is not None:
-            return self.worker.broken
-        if self.closing:
+        if self._broken is not None:
+            return self._broken
+        if self._closing:
             return "the server is shutting down"
-        still = time.monotonic() - self.worker.beat
-        if self.pending and still > self.options.stall_seconds:
+        still = time.monotonic() - self._beat
+        if self._jobs and still > self.options.stall_seconds:
             return f"the decoder has made no progress for {still:.0f} seconds"
         return None
+
+    # -------------------------------------------------------------------------------- to the worker
+
+    def number(self) -> int:
+        """Return the number of a new order."""
+        return next(self._numbers)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the texts of a request, all or none.
@@ -123,8 +115,7 @@ class Engine:
                 the queue can ever take.
 
         """
-        if (trouble := self.trouble) is not None:
-            raise ApiError(503, f"{trouble}; try again later", code="unavailable", retry_after=5)
+        self._check()
         room = self.options.max_batch_size + self.options.max_queue
         if len(jobs) > room:
             raise ApiError(
@@ -143,57 +134,123 @@ class Engine:
                 code="queue_full",
                 retry_after=min(60, max(1, math.ceil(waited))),
             )
-        if not self.pending:
-            self.worker.beat = time.monotonic()
         now = time.monotonic()
+        if not self._jobs:
+            self._beat = now
         for job in jobs:
             job.submitted = now
-        self.pending += len(jobs)
+            self._jobs[job.order.number] = job
         self.metrics.waiting.inc(len(jobs))
-        self.worker.inbox.put(Submit(jobs))
+        self.link.send(Submit([job.order for job in jobs]))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End cancelled texts."""
-        if any(not job.finished for job in jobs):
-            self.worker.inbox.put(Cancel(jobs))
+        """End texts early."""
+        numbers = [job.order.number for job in jobs if not job.finished and job.order.number in self._jobs]
+        if numbers:
+            self.link.send(Cancel(numbers))
 
-    def _send(self, events: Sequence[tuple[Job, Event]], ended: Sequence[float]) -> None:
-        """Send events, and the seconds that ended texts took, from the thread to the event loop."""
-        assert self._loop is not None
-        self._outbox.append((events, ended))
-        if self._scheduled:
-            return
-        self._scheduled = True
-        with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for the thread
-            self._loop.call_soon_threadsafe(self._schedule)
+    def inspect(self, **fields: Any) -> tuple[int, Reports]:
+        """Begin an inspection; return its number, and the queue that receives its reports.
 
-    @property
-    def delivery_seconds(self) -> float:
-        """The time between two deliveries, which grows with the number of texts that are decoded."""
-        shortest, longest = DELIVERY_SECONDS
-        texts = min(self.pending, self.options.max_batch_size)
-        return min(longest, max(shortest, texts / CHUNKS_PER_SECOND))
+        Args:
+            **fields: those of ``InspectionOrder``, without the number.
 
-    def _schedule(self) -> None:
-        """Deliver events now, or once the time since the last delivery is over."""
-        assert self._loop is not None
-        left = self._delivered + self.delivery_seconds - time.monotonic()
-        if left > 0:
-            self._loop.call_later(left, self._deliver)
-        else:
-            self._deliver()
+        Raises:
+            ApiError: 503 if the decoder is stuck or closed.
 
-    def _deliver(self) -> None:
-        """Put the events of each request into its queue."""
-        self._scheduled = False  # before the outbox is read, so that the thread leaves nothing in it
-        self._delivered = time.monotonic()
-        requests: dict[asyncio.Queue[list[tuple[Job, Event]]], list[tuple[Job, Event]]] = {}
-        while self._outbox:
-            events, ended = self._outbox.popleft()
-            for job, event in events:
-                requests.setdefault(job.events, []).append((job, event))
-            for seconds in ended:
-                self.pending -= 1
-                self._seconds += 0.1 * (seconds - self._seconds)
-        for waiting, arrived in requests.items():
-            waiting.put_nowait(arrived)
+        """
+        self._check()
+        number, reports = self.number(), Reports()
+        self._inspections[number] = reports
+        self.link.send(InspectionOrder(number=number, **fields))
+        return number, reports
+
+    def end_inspection(self, number: int) -> None:
+        """End an inspection: it is complete, or its client has left."""
+        if self._inspections.pop(number, None) is not None:
+            self.link.send(Cancel([number]))
+
+    def _check(self) -> None:
+        if (trouble := self.trouble) is not None:
+            raise ApiError(503, f"{trouble}; try again later", code="unavailable", retry_after=5)
+
+    # -------------------------------------------------------------------------------- from the worker
+
+    def _receive(self, batch: Batch) -> None:
+        """Sort events by text, and deliver those of texts that have ended, or all if it is time."""
+        now = self._beat = time.monotonic()
+        metrics, jobs, held = self.metrics, self._jobs, self._held
+        metrics.busy_slots.set(batch.busy_slots)
+        metrics.failures.inc(batch.failures)
+        self._broken = batch.broken
+        for number, read in batch.prompts:
+            if (job := jobs.get(number)) is not None:
+                metrics.prompt_tokens.inc(len(job.order.prompt))
+                self._left_queue(job)
+                self._hold(job, read)
+        ended: list[Job] = []
+        for new in batch.tokens:
+            if (job := jobs.get(new.number)) is not None:
+                metrics.token(new, job)
+                job.last_token = new.when
+                self._hold(job, new)
+                if new.last:
+                    ended.append(job)
+        metrics.count(len(batch.tokens), now)
+        for number, event in batch.ends:
+            if (job := jobs.get(number)) is not None:
+                if isinstance(event, Ended):
+                    metrics.cancelled.inc(event.cancelled)
+                self._hold(job, event)
+                ended.append(job)
+        for job in ended:
+            self._end(job, now)
+            self._deliver(job)
+        for number, report in batch.reports:
+            if (reports := self._inspections.get(number)) is not None:
+                reports.put_nowait(report)
+        if held and self._timer is None:
+            texts = min(len(jobs), self.options.max_batch_size)
+            left = self._delivered + min(LONGEST_SECONDS, texts / CHUNKS_PER_SECOND) - now
+            if left > 0.001:
+                self._timer = asyncio.get_running_loop().call_later(left, self._deliver_all)
+            else:
+                self._deliver_all()
+
+    def _hold(self, job: Job, event: Event) -> None:
+        if not job.held:
+            self._held[job.order.number] = job
+        job.held.append(event)
+
+    def _deliver_all(self) -> None:
+        self._timer, self._delivered = None, time.monotonic()
+        for job in list(self._held.values()):
+            self._deliver(job)
+
+    def _deliver(self, job: Job) -> None:
+        """Give a request the events of one of its texts."""
+        if self._held.pop(job.order.number, None) is not None:
+            job.events.put_nowait((job, job.held))
+            job.held = []
+
+    def _left_queue(self, job: Job) -> None:
+        if job.waiting:
+            job.waiting = False
+            self.metrics.waiting.dec()
+
+    def _end(self, job: Job, now: float) -> None:
+        del self._jobs[job.order.number]
+        job.finished = True
+        self._left_queue(job)
+        self._seconds += 0.1 * (now - job.submitted - self._seconds)
+
+    def _lost(self) -> None:
+        """End everything: the worker's process has ended."""
+        self._broken = "the process of the model has ended"
+        error = ApiError(503, f"{self._broken}; try again later", code="unavailable", retry_after=5)
+        ends: list[tuple[int, Failed | Ended]] = [(number, Failed(error)) for number in self._jobs]
+        self._receive(Batch(ends=ends, broken=self._broken))
+        for reports in self._inspections.values():
+            reports.put_nowait(error)
+        if self.on_lost is not None:
+            self.on_lost()

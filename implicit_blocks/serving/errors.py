@@ -41,6 +41,9 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _error, (self.status, self.message, self.param, self.code, self.retry_after)
+
     def body(self) -> dict[str, Any]:
         """Return the body of the response."""
         usual = "server_error" if self.status >= 500 else TYPES[400]
@@ -53,6 +56,12 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+def _error(
+    status: int, message: str, param: str | None, code: str | None, retry_after: int | None
+) -> ApiError:
+    return ApiError(status, message, param=param, code=code, retry_after=retry_after)
 
 
 def shown(value: object, *, most: int = 60) -> str:

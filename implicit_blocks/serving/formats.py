@@ -83,7 +83,7 @@ class CompletionFormat(Format):
     kind = chunk_kind = "text_completion"
 
     def _choice(self, text: Text, piece: Piece) -> dict[str, Any]:
-        scores = self._scores(piece.scores) if text.job.logprobs is not None else None
+        scores = self._scores(piece.scores) if text.job.order.logprobs is not None else None
         return {**self._common(text, piece), "text": piece.text, "logprobs": scores}
 
     _delta = _choice
@@ -125,7 +125,7 @@ class ChatFormat(Format):
         return {**self._common(text, piece), "delta": delta, "logprobs": self._scores(text, piece)}
 
     def _scores(self, text: Text, piece: Piece) -> dict[str, Any] | None:
-        if text.job.logprobs is None:
+        if text.job.order.logprobs is None:
             return None
         content = []
         for scored in piece.scores:

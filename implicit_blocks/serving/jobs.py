@@ -1,15 +1,104 @@
-"""The unit of work of a server: one text to generate or to score, and what is known of it so far."""
+"""What the HTTP side of a server and the worker of a model exchange: orders, and reports of events.
+
+Both may be in different processes, so everything here can be pickled and imports no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from implicit_blocks.decoding import Sampling
-from implicit_blocks.decoding.processors import LogitsProcessor
 from implicit_blocks.serving.errors import ApiError
+
+# ------------------------------------------------------------------------------------ to the worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How tokens are chosen: the parameters of sampling, and those that change logits before it.
+
+    ``temperature`` 0 selects the most likely token. ``bias`` has tokens and what is added to their logits.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """A text to generate: its prompt and options.
+
+    ``number`` is unique among the texts of a worker, and ``name`` is that of the request in errors.
+    ``logprobs`` is the number of most likely tokens to report per token, None for no log-probabilities.
+    ``score_prompt`` asks for the log-probabilities of the prompt's tokens. With ``max_tokens`` 0 the text
+    ends when its prompt is scored.
+    """
+
+    number: int
+    name: str
+    prompt: Sequence[int]
+    max_tokens: int
+    choice: Choice = field(default_factory=Choice)
+    seed: int = 0
+    stop_token_ids: Sequence[int] = ()
+    tolerance: float | None = None
+    max_iterations: int | None = None
+    logprobs: int | None = None
+    score_prompt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectionOrder:
+    """A text whose searches are reported, token by token."""
+
+    number: int
+    name: str
+    prompt: Sequence[int]
+    continuation: Sequence[int]
+    tolerance: float | None
+    max_iterations: int | None
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Texts to generate."""
+
+    orders: Sequence[Order]
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Numbers of texts and inspections to end."""
+
+    numbers: Sequence[int]
+
+
+Message = Submit | Cancel | InspectionOrder | None
+"""What a worker receives; None: end."""
+
+# ------------------------------------------------------------------------------------ from the worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """What the HTTP side knows of a model.
+
+    ``tolerance`` and ``max_iterations`` are those of its searches, None where there are none.
+    """
+
+    kind: Literal["implicit", "explicit", "transformers"]
+    vocab_size: int
+    accepts_limits: bool = False
+    tolerance: float | None = None
+    max_iterations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,11 +122,14 @@ class PromptRead:
 
 
 class GeneratedToken(NamedTuple):  # which is made faster than a frozen dataclass
-    """A generated token, whether it is the last one, and the report of its search.
+    """A generated token of the text ``number``, whether it is the last one, and the report of its search.
 
-    The report is None in explicit models, and ``residual`` also where it is not finite.
+    ``when`` is the time of its step, by ``time.monotonic``. The report is None in explicit models, and
+    ``residual`` also where it is not finite.
     """
 
+    number: int
+    when: float
     token: int
     last: bool
     iterations: int | None = None
@@ -53,31 +145,71 @@ class Failed:
     error: ApiError
 
 
-Event = PromptRead | GeneratedToken | Failed
+@dataclass(frozen=True)
+class Ended:
+    """A text ended without a last token: it was cancelled, or only its prompt was scored."""
+
+    cancelled: bool
+
+
+Event = PromptRead | GeneratedToken | Failed | Ended
+Report = dict[str, Any]
+
+
+@dataclass
+class Batch:
+    """What a worker reports at a time.
+
+    The events of a text occurred in this order: ``prompts``, ``tokens``, ``ends``.
+    """
+
+    prompts: list[tuple[int, PromptRead]] = field(default_factory=list)
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    ends: list[tuple[int, Failed | Ended]] = field(default_factory=list)
+    reports: list[tuple[int, Report | ApiError | None]] = field(default_factory=list)
+    """Reports of inspections: of one token, the error that ends them, or None at their end."""
+    busy_slots: int = 0
+    failures: int = 0
+    """Failures of the decoder since the last batch."""
+    broken: str | None = None
+    """Why the decoder cannot continue, None while it can."""
+
+    def append(self, other: Batch) -> None:
+        """Add a later batch."""
+        self.prompts += other.prompts
+        self.tokens += other.tokens
+        self.ends += other.ends
+        self.reports += other.reports
+        self.failures += other.failures
+        self.busy_slots, self.broken = other.busy_slots, other.broken
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields with the tokens by columns, which are pickled several times faster than rows."""
+        return {**self.__dict__, "tokens": tuple(zip(*self.tokens, strict=True))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tokens = list(map(GeneratedToken._make, zip(*state["tokens"], strict=True)))
+
+
+# ------------------------------------------------------------------------------------ on the HTTP side
+
+Events = asyncio.Queue[tuple["Job", list[Event]]]
+"""Receives the events of the texts of a request, some of one text at a time."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """A text to generate: its prompt, options, and the queue that receives its events, some at a time.
+    """A text as its request sees it: its order, and what is known of it so far.
 
-    ``logprobs`` is the number of most likely tokens to report per token, None for no log-probabilities.
-    ``score_prompt`` asks for the log-probabilities of the prompt's tokens. With ``max_tokens`` 0 the text
-    ends when its prompt is scored. ``index`` numbers the texts of a request, which share one queue.
+    ``index`` numbers the texts of a request, which share one queue of events.
     """
 
-    name: str
+    order: Order
     index: int
-    prompt: Sequence[int]
-    max_tokens: int
-    events: asyncio.Queue[list[tuple[Job, Event]]]
-    sampling: Sampling = field(default_factory=Sampling)
-    logits_processor: Sequence[LogitsProcessor] = ()
-    seed: int = 0
-    stop_token_ids: Sequence[int] = ()
-    tolerance: float | None = None
-    max_iterations: int | None = None
-    logprobs: int | None = None
-    score_prompt: bool = False
+    events: Events
+    held: list[Event] = field(default_factory=list)
+    """Events that are not yet in the queue."""
     submitted: float = 0.0
     """When the text was queued, by ``time.monotonic``."""
     waiting: bool = True
@@ -85,4 +217,4 @@ class Job:
     last_token: float | None = None
     """When its last token was made."""
     finished: bool = False
-    """Whether the decoder is done with the text; set in the decoder's thread."""
+    """Whether the worker is done with the text."""

@@ -19,8 +19,8 @@ END_OF_BYTES = 256
 class TextStream(Protocol):
     """The text of a continuation, by tokens."""
 
-    def push(self, token: int) -> str:
-        """Append a token; return the text that it completes, which may be empty."""
+    def push(self, tokens: Sequence[int]) -> str:
+        """Append tokens; return the text that they complete, which may be empty."""
 
     def finish(self) -> str:
         """Return the rest of the text, such as an incomplete character."""
@@ -94,8 +94,8 @@ class Numbers(Language):
 
 
 class _NumberStream:
-    def push(self, token: int) -> str:
-        return f" {token}"
+    def push(self, tokens: Sequence[int]) -> str:
+        return "".join(f" {token}" for token in tokens)
 
     def finish(self) -> str:
         return ""
@@ -129,8 +129,8 @@ class _ByteStream:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int) -> str:
-        return self._decoder.decode(bytes([token])) if token < END_OF_BYTES else ""
+    def push(self, tokens: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token for token in tokens if token < END_OF_BYTES))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -191,8 +191,8 @@ class _WordStream:
         self._before = len(self._tokens)
         self._released = len(words.decode(self._tokens).rstrip("\ufffd"))
 
-    def push(self, token: int) -> str:
-        self._tokens.append(token)
+    def push(self, tokens: Sequence[int]) -> str:
+        self._tokens += tokens
         text = self._words.decode(self._tokens)
         whole = text.rstrip("\ufffd")  # it may become a character with the bytes of the next token
         new = whole[self._released :]

@@ -111,23 +111,28 @@ class Metrics:
         )
         self._recent: deque[tuple[float, int]] = deque()
 
-    def token(self, new: GeneratedToken, job: Job, now: float) -> None:
-        """Count a generated token of ``job``, whose ``last_token`` is the time of the one before it."""
-        self.tokens.inc()
-        if self._recent and now - self._recent[-1][0] < 0.1:
-            self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + 1)
-        else:
-            self._recent.append((now, 1))
-            while self._recent and now - self._recent[0][0] > _WINDOW:
-                self._recent.popleft()
+    def token(self, new: GeneratedToken, job: Job) -> None:
+        """Observe a generated token of ``job``, whose ``last_token`` is the time of the one before it."""
         if new.iterations is not None:
             self.iterations.observe(new.iterations)
         if new.converged is False:
             self.unconverged.inc()
         if job.last_token is None:
-            self.first_token_seconds.observe(now - job.submitted)
+            self.first_token_seconds.observe(new.when - job.submitted)
         else:
-            self.between_tokens_seconds.observe(now - job.last_token)
+            self.between_tokens_seconds.observe(new.when - job.last_token)
+
+    def count(self, tokens: int, now: float) -> None:
+        """Count the tokens that arrived at a time."""
+        if not tokens:
+            return
+        self.tokens.inc(tokens)
+        if self._recent and now - self._recent[-1][0] < 0.1:
+            self._recent[-1] = (self._recent[-1][0], self._recent[-1][1] + tokens)
+        else:
+            self._recent.append((now, tokens))
+            while self._recent and now - self._recent[0][0] > _WINDOW:
+                self._recent.popleft()
 
     def _rate(self) -> float:
         now = time.monotonic()

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from implicit_blocks.decoding import Sampling
 from implicit_blocks.decoding.processors import LogitsProcessor, with_transformers
-from implicit_blocks.serving.bodies import CommonBody
-from implicit_blocks.serving.errors import ApiError, shown
+from implicit_blocks.serving.jobs import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,36 +37,20 @@ class Penalties:
         return scores
 
 
-def processors_of(
-    body: CommonBody, *, prompt: int, vocab_size: int
-) -> tuple[tuple[LogitsProcessor, ...], Sampling]:
-    """Return the logits processors of a request after ``prompt`` tokens, and the rule of sampling after them.
+def processors_of(choice: Choice, *, prompt: int) -> tuple[tuple[LogitsProcessor, ...], Sampling]:
+    """Return the logits processors of a text after ``prompt`` tokens, and the rule of sampling after them.
 
     Raises:
-        ApiError: 400 for a biased token outside the vocabulary, or if transformers is required and missing.
+        ValueError: as for ``Sampling`` and ``with_transformers``.
+        ImportError: as for ``with_transformers``.
 
     """
-    bias = []
-    for name, value in (body.logit_bias or {}).items():
-        if not (name.isascii() and name.isdecimal() and len(name) < 20 and int(name) < vocab_size):
-            raise ApiError(
-                400,
-                f"logit_bias has the token {shown(name)}; the model knows 0 to {vocab_size - 1}",
-                param="logit_bias",
-            )
-        bias.append((int(name), value))
-    frequency, presence = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
+    frequency, presence = choice.frequency_penalty, choice.presence_penalty
     own: tuple[LogitsProcessor, ...] = ()
-    if bias or frequency or presence:
-        own = (Penalties(prompt=prompt, frequency=frequency, presence=presence, bias=tuple(bias)),)
-    sampling = body.sampling
-    try:
-        further, sampling = with_transformers(
-            sampling,
-            min_p=body.min_p or None if sampling.draws else None,
-            repetition_penalty=None if body.repetition_penalty == 1 else body.repetition_penalty,
-        )
-    except ImportError as error:
-        name = "min_p" if body.repetition_penalty in (None, 1) else "repetition_penalty"
-        raise ApiError(400, f"{error}, or omit {name}", param=name) from None
+    if choice.bias or frequency or presence:
+        own = (Penalties(prompt=prompt, frequency=frequency, presence=presence, bias=choice.bias),)
+    sampling = Sampling(temperature=choice.temperature, top_k=choice.top_k, top_p=choice.top_p)
+    further, sampling = with_transformers(
+        sampling, min_p=choice.min_p, repetition_penalty=choice.repetition_penalty
+    )
     return (*own, *further), sampling

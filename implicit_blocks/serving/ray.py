@@ -104,9 +104,9 @@ def app(arguments: dict[str, Any]) -> Any:
     paths = {name: _absolute(getattr(settings, name)) for name in ("source", "spec", "tokenizer")}
 
     def build() -> Any:
-        from implicit_blocks.serving.server import load
+        from implicit_blocks.serving.server import application, load
 
-        return load(**paths, options=options, name=settings.name, device=settings.device)
+        return application(load(**paths, options=options, name=settings.name, device=settings.device))
 
     deployment: Any = serve.deployment(
         serve.ingress(build)(_Replica),

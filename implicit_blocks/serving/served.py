@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from implicit_blocks.decoding import ContinuousDecoder
-from implicit_blocks.models.explicit import ExplicitLM
-from implicit_blocks.models.implicit import ImplicitLM
-from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.bodies import ChatBody, CommonBody, CompletionBody, prompts_of
+from implicit_blocks.serving.choices import choice_of
 from implicit_blocks.serving.engine import Engine
 from implicit_blocks.serving.errors import ApiError, shown
 from implicit_blocks.serving.formats import ChatFormat, CompletionFormat, Format
 from implicit_blocks.serving.inspect_api import MOST_INSPECTED, InspectionBody
-from implicit_blocks.serving.jobs import Job
+from implicit_blocks.serving.jobs import Events, Job, ModelDescription, Order
 from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.penalties import processors_of
 from implicit_blocks.serving.texts import Text, Texts
 from implicit_blocks.serving.word_problem import WordProblem, group_card
 
@@ -39,51 +34,45 @@ class Prompt:
     text: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the HTTP side needs to serve a model, in this process or another one."""
+
+    name: str
+    description: ModelDescription
+    language: Language
+    options: ServerOptions
+    problem: WordProblem | None = None
+
+
 class ServedModel:
     """A model with its name, language and engine.
 
     Args:
-        name: the name by which requests ask for it.
-        model: an ``ImplicitLM`` or ``ExplicitLM``, or a model of transformers, in evaluation mode.
-        language: converts between text and tokens.
+        setup: the name by which requests ask for it, what they can ask, its language and limits.
         engine: runs its texts.
-        options: the limits of requests.
-        problem: the word problem that the model was trained on.
 
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: Any,
-        language: Language,
-        engine: Engine,
-        options: ServerOptions,
-        *,
-        problem: WordProblem | None = None,
-    ) -> None:
-        self.name, self.model, self.language, self.engine = name, model, language, engine
-        self.options, self.problem = options, problem
-        ours = isinstance(model, LanguageModel)
-        self.vocab_size = int(model.spec.vocab_size if ours else model.config.get_text_config().vocab_size)
+    def __init__(self, setup: Setup, engine: Engine) -> None:
+        self.name, self.description, self.language = setup.name, setup.description, setup.language
+        self.options, self.problem, self.engine = setup.options, setup.problem, engine
 
     def card(self) -> dict[str, Any]:
         """Return the model's entry in ``/v1/models``."""
-        kinds = {ImplicitLM: "implicit", ExplicitLM: "explicit"}
+        description = self.description
         card: dict[str, Any] = {
             "id": self.name,
             "object": "model",
             "created": 0,
             "owned_by": "implicit_blocks",
-            "kind": kinds.get(type(self.model), "transformers"),
+            "kind": description.kind,
             "max_seq_len": self.options.max_seq_len,
-            "vocab_size": self.vocab_size,
-            "accepts_limits": self.engine.accepts_limits,
+            "vocab_size": description.vocab_size,
+            "accepts_limits": description.accepts_limits,
         }
-        decoder = self.engine.decoder
-        stopping = decoder.batch.search.stopping if isinstance(decoder, ContinuousDecoder) else None
-        if isinstance(self.model, ImplicitLM) and stopping is not None:
-            card["tolerance"], card["max_iterations"] = stopping.tolerance, stopping.max_iterations
+        if description.max_iterations is not None:
+            card["tolerance"], card["max_iterations"] = description.tolerance, description.max_iterations
         if self.problem is not None:
             card["word_problem"] = group_card(self.problem)
         return card
@@ -174,11 +163,12 @@ class ServedModel:
             )
         if len(tokens) > self.options.max_seq_len:
             raise self._too_long(f"{param} has {len(tokens)} tokens", param)
-        unknown = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+        size = self.description.vocab_size
+        unknown = next((token for token in tokens if not 0 <= token < size), None)
         if unknown is not None:
             raise ApiError(
                 400,
-                f"{param} has token {shown(unknown)}, and the model knows 0 to {self.vocab_size - 1}; use "
+                f"{param} has token {shown(unknown)}, and the model knows 0 to {size - 1}; use "
                 "the model's own tokenizer",
                 param=param,
             )
@@ -216,28 +206,26 @@ class ServedModel:
                 what = f"the prompt's {len(prompt.tokens)} tokens and max_tokens {tokens} are together"
                 raise self._too_long(f"{what} {len(prompt.tokens) + tokens}", "max_tokens")
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        stop_token_ids = [token for token in self.language.stop_token_ids if token < self.vocab_size]
+        choice = choice_of(body, vocab_size=self.description.vocab_size)
+        events = Events()
+        ends = [token for token in self.language.stop_token_ids if token < self.description.vocab_size]
         texts = []
         for index in range(count * len(prompts)):
             prompt = prompts[index // count]
-            length = len(prompt.tokens)
-            processors, sampling = processors_of(body, prompt=length, vocab_size=self.vocab_size)
-            job = Job(
+            order = Order(
+                number=self.engine.number(),
                 name=name,
-                index=index,
                 prompt=prompt.tokens,
                 max_tokens=tokens,
-                events=events,
-                sampling=sampling,
-                logits_processor=processors,
+                choice=choice,
                 seed=seed + index,
-                stop_token_ids=stop_token_ids,
+                stop_token_ids=ends,
                 tolerance=body.tolerance,
                 max_iterations=body.max_iterations,
                 logprobs=logprobs,
                 score_prompt=echo and logprobs is not None,
             )
+            job = Job(order=order, index=index, events=events)
             shown_prompt = prompt.text if echo else None
             texts.append(Text(job, self.language, stops=body.stops, echo=shown_prompt))
         return Texts(self.engine, texts, timeout=self.options.timeout)
@@ -246,7 +234,7 @@ class ServedModel:
 def _check_limits(served: ServedModel, body: CommonBody | InspectionBody) -> None:
     """Check the tolerance and the maximum number of iterations of a request."""
     for name, value in (("tolerance", body.tolerance), ("max_iterations", body.max_iterations)):
-        if value is not None and not served.engine.accepts_limits:
+        if value is not None and not served.description.accepts_limits:
             raise ApiError(
                 400,
                 f"{name} is {value}, and this server searches all texts by one rule, or its model does "

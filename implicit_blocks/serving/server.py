@@ -1,13 +1,12 @@
-"""A server of a trained model: loading, listening, and running until it is stopped."""
+"""The models of a server: loading, and the application that serves them from their own process."""
 
 from __future__ import annotations
 
-import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 
 from implicit_blocks import registry
@@ -20,11 +19,10 @@ from implicit_blocks.decoding.prompts import check_model
 from implicit_blocks.hf.folders import is_known
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.app import create_app
-from implicit_blocks.serving.engine import Engine
+from implicit_blocks.serving.hosting import Host
 from implicit_blocks.serving.language import Language, language_of
-from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.links import ThreadLink
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.served import ServedModel
 from implicit_blocks.serving.word_problem import word_problem_of
 from implicit_blocks.specs import load_spec
 
@@ -41,8 +39,8 @@ def load(
     spec: str | Path | None = None,
     tokenizer: Path | None = None,
     device: str = "auto",
-) -> FastAPI:
-    """Return the application that serves a trained model.
+) -> list[Host]:
+    """Return a trained model with its worker, and the model that it is compared with.
 
     Args:
         source: a run, a checkpoint, an exported or published folder, a file of weights (``load_model``), or a
@@ -61,7 +59,7 @@ def load(
 
     """
 
-    def served(source: Path, name: str, metrics: Metrics, spec: str | Path | None) -> ServedModel:
+    def host(source: Path, name: str, spec: str | Path | None) -> Host:
         require_finished(source)
         limits = options
         model = _read(source, spec).to(choose_device(device))
@@ -72,15 +70,14 @@ def load(
                 limits = replace(options, max_seq_len=min(model.longest, options.max_seq_len))
             model = model.to_transformers()
             language.stop_token_ids = _end_tokens(model, language)
-        engine = Engine(model, limits, metrics)
-        return ServedModel(name, model, language, engine, limits, problem=word_problem_of(source))
+        return Host(name, model, language, limits, problem=word_problem_of(source))
 
-    metrics = Metrics(options.max_batch_size)
-    first = served(source, name or source.resolve().name, metrics, spec)
+    first = host(source, name or source.resolve().name, spec)
     if compare is None:
-        return create_app(first, first.options, metrics)
-    second = served(compare, compare.resolve().name, Metrics(options.max_batch_size), None)
-    return create_app(first, first.options, metrics, others=[second])
+        return [first]
+    if compare.resolve().name == first.setup.name:
+        raise ValueError(f"two models have the name {first.setup.name}; choose another with --name")
+    return [first, host(compare, compare.resolve().name, None)]
 
 
 def _read(source: Path, spec: str | Path | None) -> Any:
@@ -101,16 +98,9 @@ def _end_tokens(model: Any, language: Language) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*language.stop_token_ids, *found]))
 
 
-def application(model: Any, language: Language, options: ServerOptions, *, name: str) -> FastAPI:
-    """Return the application that serves a model in memory, of this library or of transformers.
-
-    Raises:
-        ValueError: as for ``ContinuousDecoder``.
-
-    """
-    metrics = Metrics(options.max_batch_size)
-    engine = Engine(model, options, metrics)
-    return create_app(ServedModel(name, model, language, engine, options), options, metrics)
+def application(hosts: Sequence[Host]) -> FastAPI:
+    """Return the application that serves models of this process; their workers run while it does."""
+    return create_app([host.setup for host in hosts], [ThreadLink(host.worker) for host in hosts])
 
 
 def require_finished(source: Path) -> None:
@@ -137,43 +127,3 @@ def require_finished(source: Path) -> None:
         f"the run in {source} has not finished (step {int(newest.name.removeprefix('step-'))}{end}); resume "
         f"it with python -m trainer, or serve its newest checkpoint as it is: {newest}"
     )
-
-
-def listen(options: ServerOptions) -> socket.socket:
-    """Return a socket that listens at the address of the options.
-
-    Raises:
-        ValueError: the port is in use or not allowed, or the host is not an address of this machine.
-
-    """
-    host = options.host.strip("[]")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.create_server(address[:2], family=family, backlog=2048)
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen at {options.host} port {options.port}: {error.strerror or error}; choose another "
-            "with --host and --port (--port 0 takes any free port), or stop the program that uses it"
-        ) from None
-    return listening
-
-
-def make_server(app: FastAPI, options: ServerOptions) -> uvicorn.Server:
-    """Return the HTTP server of an application, to be run with the socket of ``listen``."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(options.shutdown_seconds) or 1,
-        ws="none",
-    )
-    return uvicorn.Server(config)
-
-
-def address_of(listening: socket.socket) -> str:
-    """Return the URL of a socket."""
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 from implicit_blocks._utils.stop_strings import StopScanner
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.jobs import Event, Failed, GeneratedToken, Job, LogProbability, PromptRead
+from implicit_blocks.serving.jobs import (
+    Event,
+    Events,
+    Failed,
+    GeneratedToken,
+    Job,
+    LogProbability,
+    PromptRead,
+)
 from implicit_blocks.serving.language import Language
 
 
@@ -21,7 +29,7 @@ class Runner(Protocol):
         """Queue texts, all or none."""
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End texts early."""
+        """End texts early, if they have not ended."""
 
 
 @dataclass(frozen=True)
@@ -66,40 +74,65 @@ class Text:
         self.prompt_iterations: int | None = None
         self.searched = False
         self._scanner = StopScanner(stops)
-        self._stream = language.stream(job.prompt)
+        self._stream = language.stream(job.order.prompt)
         self._length = self._released = len(echo or "")
         """The number of characters of the tokens so far, with and without those withheld by the scanner."""
         self._scores: deque[ScoredToken] = deque()
         """The scores of tokens whose text may belong to a stop string."""
 
-    def piece(self, event: PromptRead | GeneratedToken) -> Piece:
-        """Return what an event adds."""
-        if isinstance(event, PromptRead):
-            return self._prompt(event)
-        part = Piece(tokens=[event])
-        self.completion_tokens += 1
-        if event.iterations is not None:
+    def piece(self, events: Sequence[Event]) -> Piece:
+        """Return what events add, up to the end of the text.
+
+        Raises:
+            ApiError: the text failed.
+
+        """
+        part = Piece()
+        tokens: list[GeneratedToken] = []
+        for event in events:
+            if isinstance(event, GeneratedToken):
+                tokens.append(event)
+            elif isinstance(event, PromptRead):
+                part.append(self._prompt(event))
+            elif isinstance(event, Failed):
+                raise event.error
+        if self._scanner.stops or self.job.order.logprobs is not None:  # each token has its place in the text
+            for new in tokens:
+                self._extend(part, [new])
+                if self.finish_reason is not None:
+                    break
+        elif tokens:
+            self._extend(part, tokens)
+        return part
+
+    def _extend(self, part: Piece, tokens: list[GeneratedToken]) -> None:
+        """Add tokens; those with scores, and those that may complete a stop string, one at a time."""
+        last = tokens[-1]
+        part.tokens += tokens
+        self.completion_tokens += len(tokens)
+        if last.iterations is not None:
             self.searched = True
-            self.iterations += event.iterations
-            self.unconverged += event.converged is False
-        ends = event.token in self.job.stop_token_ids
-        if event.score is not None:
-            self._scores.append(ScoredToken(event.token, self._length, event.score))
-        new = "" if ends else self._stream.push(event.token)
-        if event.last:
+            self.iterations += sum(new.iterations or 0 for new in tokens)
+            self.unconverged += sum(new.converged is False for new in tokens)
+        ids = [new.token for new in tokens]
+        ends = last.token in self.job.order.stop_token_ids
+        if last.score is not None:
+            self._scores.append(ScoredToken(last.token, self._length, last.score))
+        new = self._stream.push(ids[:-1] if ends else ids)
+        if last.last:
             new += self._stream.finish()
         self._length += len(new)
-        part.text, stopped = self._scanner.push(new)
+        text, stopped = self._scanner.push(new)
         if stopped:
             self.finish_reason = "stop"
-        elif event.last:
-            part.text += self._scanner.finish()
+        elif last.last:
+            text += self._scanner.finish()
             self.finish_reason = "stop" if ends else "length"
-        self._released += len(part.text)
-        free = not self._scanner.stops or (event.last and not stopped)
+        part.text += text
+        self._released += len(text)
+        free = not self._scanner.stops or (last.last and not stopped)
         while self._scores and (free or self._scores[0].offset < self._released):
             part.scores.append(self._scores.popleft())
-        return part
 
     def _prompt(self, event: PromptRead) -> Piece:
         self.prompt_iterations = event.iterations
@@ -107,10 +140,10 @@ class Text:
         if event.scores is not None and self.echo is not None:
             offset = 0
             stream = self.language.stream(())
-            for token, score in zip(self.job.prompt, (None, *event.scores), strict=True):
+            for token, score in zip(self.job.order.prompt, (None, *event.scores), strict=True):
                 part.scores.append(ScoredToken(token, min(offset, len(self.echo)), score))
-                offset += len(stream.push(token))
-        if self.job.max_tokens == 0:
+                offset += len(stream.push([token]))
+        if self.job.order.max_tokens == 0:
             self.finish_reason = "length"
         return part
 
@@ -128,7 +161,7 @@ class Texts:
     def __init__(self, runner: Runner, texts: Sequence[Text], *, timeout: float) -> None:
         self.runner, self.texts, self.timeout = runner, texts, timeout
         self.jobs = [text.job for text in texts]
-        self.events = self.jobs[0].events
+        self.events: Events = self.jobs[0].events
         self._running = {id(text.job): text for text in texts}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -146,7 +179,7 @@ class Texts:
         """End the texts that have not ended: the client has gone, or the request has failed."""
         if self._timer is not None:
             self._timer.cancel()
-        self.runner.cancel([text.job for text in self.texts if not text.job.finished])
+        self.runner.cancel(self.jobs)
 
     def _expire(self) -> None:
         late = ApiError(
@@ -155,7 +188,8 @@ class Texts:
             "server's --timeout",
             code="timeout",
         )
-        self.events.put_nowait([(text.job, Failed(late)) for text in self._running.values()])
+        for text in self._running.values():
+            self.events.put_nowait((text.job, [Failed(late)]))
 
     async def pieces(self) -> AsyncIterator[list[tuple[Text, Piece]]]:
         """Yield a piece of each text that continues, as soon as it is known, until all have ended.
@@ -167,29 +201,22 @@ class Texts:
         running = self._running
         while running:
             found: dict[Text, Piece] = {}
-            for job, event in await self._next():
+            arrived = [await self.events.get()]
+            while not self.events.empty():
+                arrived.append(self.events.get_nowait())
+            for job, events in arrived:
                 text = running.get(id(job))
-                if text is None:  # it has ended by a stop string, and the decoder was a step ahead
+                if text is None:  # it has ended by a stop string, and the decoder was ahead
                     continue
-                if isinstance(event, Failed):
-                    raise event.error
-                found.setdefault(text, Piece()).append(text.piece(event))
+                found.setdefault(text, Piece()).append(text.piece(events))
                 if text.finish_reason is not None:
                     del running[id(job)]
-                    if not (isinstance(event, GeneratedToken) and event.last):
-                        self.runner.cancel([job])
+                    self.runner.cancel([job])
             yield list(found.items())
-
-    async def _next(self) -> list[tuple[Job, Event]]:
-        """Wait for events, and return them with those that have arrived since."""
-        events = await self.events.get()
-        while not self.events.empty():
-            events += self.events.get_nowait()
-        return events
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens and iterations of the request."""
-        prompts = {id(text.job.prompt): len(text.job.prompt) for text in self.texts}
+        prompts = {id(text.job.order.prompt): len(text.job.order.prompt) for text in self.texts}
         prompt, completion = sum(prompts.values()), sum(text.completion_tokens for text in self.texts)
         usage = {
             "prompt_tokens": prompt,

@@ -1,6 +1,6 @@
-"""The decoder's thread: it takes texts from a queue, decodes them together, and sends their events.
+"""The worker of a model: it takes orders from a queue, decodes them together, and reports their events.
 
-Only this thread touches the model.
+Only its thread touches the model.
 """
 
 from __future__ import annotations
@@ -8,18 +8,31 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.inspect_api import InspectionJob, Inspections
-from implicit_blocks.serving.jobs import Event, Failed, GeneratedToken, Job, LogProbability, PromptRead
-from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.inspections import Inspections
+from implicit_blocks.serving.jobs import (
+    Batch,
+    Cancel,
+    Ended,
+    Failed,
+    GeneratedToken,
+    InspectionOrder,
+    LogProbability,
+    Message,
+    Order,
+    PromptRead,
+    Submit,
+)
+from implicit_blocks.serving.outbox import Outbox, Send
+from implicit_blocks.serving.penalties import processors_of
 from implicit_blocks.serving.scores import log_probabilities, score_prompts
 from implicit_blocks.solution import Solution
 
@@ -27,8 +40,6 @@ _LOG = logging.getLogger(__name__)
 
 SCORED_TOGETHER = 8192
 """Maximum number of prompt tokens, padding included, that are scored together."""
-
-Send = Callable[[Sequence[tuple[Job, Event]], Sequence[float]], None]
 
 
 class Decoder(Protocol):
@@ -62,215 +73,226 @@ class Decoder(Protocol):
         """Return the next tokens that are known, possibly none."""
 
 
-@dataclass(frozen=True)
-class Submit:
-    """Texts to generate."""
-
-    jobs: Sequence[Job]
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """Texts to end."""
-
-    jobs: Sequence[Job]
-
-
 class Worker:
-    """What the thread knows: its decoder, and the texts that have not ended.
+    """A decoder, the texts that have not ended, and the thread that decodes them.
 
     Args:
         model: the model, for scoring prompts.
-        metrics: what is counted.
         make_decoder: creates the decoder, also after a failure.
-        send: receives events, and the seconds that each ended text took.
+        inspections: reports of searches, computed between the decoder's steps.
+        beat_seconds: a decoder with texts and without tokens sends an empty batch after this time, as a sign
+            of progress.
 
     Raises:
         ValueError: as for ``ContinuousDecoder``.
 
     """
 
-    def __init__(self, model: Any, metrics: Metrics, make_decoder: Callable[[], Decoder], send: Send) -> None:
-        self.model, self.metrics, self._make, self._send_events = model, metrics, make_decoder, send
+    def __init__(
+        self,
+        model: Any,
+        make_decoder: Callable[[], Decoder],
+        inspections: Inspections,
+        *,
+        beat_seconds: float,
+    ) -> None:
+        self.model, self._make, self.inspections = model, make_decoder, inspections
         self.decoder = make_decoder()
-        self.inspections = Inspections()
-        self.inbox: queue.SimpleQueue[Submit | Cancel | InspectionJob | None] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         """What the thread shall do; None: end."""
-        self.beat = time.monotonic()
-        """When the thread last made progress."""
-        self.broken: str | None = None
-        """Why the decoder cannot continue, None while it can."""
-        self._jobs: dict[int, Job] = {}
-        self._to_score: deque[Job] = deque()
-        self._outbox: list[tuple[Job, Event]] = []
-        self._ended: list[float] = []
+        self._orders: dict[int, Order] = {}
+        """All texts that have not ended, by the number of their order."""
+        self._decoding: dict[int, Order] = {}
+        """Those that the decoder has, by its own numbers."""
+        self._to_score: deque[Order] = deque()
+        self._scored: dict[int, PromptRead] = {}
+        """The scores of prompts whose texts wait for a slot."""
+        self._batch = Batch()
+        self._urgent = False
+        self._beat_seconds, self._sent = beat_seconds, -math.inf
+        self._broken: str | None = None
+        self._thread: threading.Thread | None = None
 
-    def run(self) -> None:
-        """Work until the queue says to end; texts that have not ended fail."""
-        while True:
+    def start(self, send: Send) -> None:
+        """Start the thread; ``send`` receives what it reports, in another thread."""
+        self._thread = threading.Thread(target=self._run, args=(send,), name="decoder", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float) -> None:
+        """End the thread after its current step, and wait for it; texts that have not ended fail."""
+        self.inbox.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout=seconds)
+
+    def _run(self, send: Send) -> None:
+        outbox = Outbox(send)
+        while self._broken is None:
             try:
                 if not self._receive():
                     break
                 self._score()
                 if isinstance(self.decoder, ContinuousDecoder):
-                    self.inspections.advance(self.decoder)
+                    self.inspections.advance(self.decoder, self._batch.reports)
                 if self.decoder.busy:
                     self._deliver(self.decoder.step())
             except Exception as error:
                 self._recover(error)
-            self.beat = time.monotonic()
-            self.metrics.busy_slots.set(sum(text is not None for text in self.decoder.texts))
-            self._send()
-            if self.broken is not None:
-                break
-        self._fail_all(ApiError(503, f"{self.broken or 'the server is shutting down'}; try again later"))
-        self._send()
+            self._flush(outbox)
+        self._fail_all(ApiError(503, f"{self._broken or 'the server is shutting down'}; try again later"))
+        self._flush(outbox)
+        outbox.close()
+
+    def _flush(self, outbox: Outbox) -> None:
+        """Send what has happened, and otherwise a sign of progress if the last one is long ago."""
+        batch, now = self._batch, time.monotonic()
+        anything = batch.tokens or batch.prompts or batch.ends or batch.reports or batch.failures
+        if not anything and now - self._sent < self._beat_seconds:
+            return
+        urgent, self._urgent = self._urgent, False
+        self._batch, self._sent = Batch(), now
+        batch.busy_slots = sum(text is not None for text in self.decoder.texts)
+        batch.broken = self._broken
+        outbox.put(batch, urgent=urgent)
 
     def _receive(self) -> bool:
-        """Take what the event loop has sent, waiting for it if there is no work; False: close."""
+        """Take what has been sent, waiting for it if there is no work; False: end."""
         while True:
-            idle = not (self.decoder.busy or self._to_score or self._ended or self.inspections)
+            idle = not (self.decoder.busy or self._to_score or self._batch.ends or self.inspections)
             try:
                 message = self.inbox.get(block=idle)
             except queue.Empty:
                 return True
-            self.beat = time.monotonic()
             if message is None:
                 return False
             if isinstance(message, Cancel):
-                self._cancelled(message.jobs)
-            elif isinstance(message, InspectionJob):
+                self._cancel(message.numbers)
+            elif isinstance(message, InspectionOrder):
                 self.inspections.add(message)
             else:
-                for job in message.jobs:
-                    to_score = job.score_prompt or job.max_tokens == 0
+                for order in message.orders:
+                    self._orders[order.number] = order
+                    to_score = order.score_prompt or order.max_tokens == 0
                     accept = self._to_score.append if to_score else self._begin
-                    accept(job)
+                    accept(order)
 
-    def _begin(self, job: Job) -> None:
-        if job.finished:
-            return
+    def _begin(self, order: Order) -> None:
         try:
-            number = self.decoder.submit(_request_of(job))
+            number = self.decoder.submit(_request_of(order))
         except ValueError as error:  # the request is at fault, not the decoder
-            self._end(job, Failed(ApiError(400, str(error))))
+            self._end(order, Failed(ApiError(400, str(error))))
             return
-        self._jobs[number] = job
+        except Exception as error:
+            _LOG.exception("a text was not accepted")
+            self._end(order, Failed(_failure(order, error)))
+            return
+        self._decoding[number] = order
         self.decoder.on_prompts = self._prompts_read
 
-    def _cancelled(self, jobs: Sequence[Job]) -> None:
-        numbers = {id(job): number for number, job in self._jobs.items()}
-        for job in jobs:
-            if job.finished:
+    def _cancel(self, numbers: Sequence[int]) -> None:
+        self.inspections.cancel(numbers)
+        for number in numbers:
+            if (order := self._orders.get(number)) is None:  # it has ended meanwhile
                 continue
-            if (number := numbers.get(id(job))) is not None:
-                self.decoder.cancel(number)
-            elif job in self._to_score:
-                self._to_score.remove(job)
-            self.metrics.cancelled.inc()
-            self._end(job, None)
+            for own in [own for own, other in self._decoding.items() if other is order]:
+                self.decoder.cancel(own)
+                del self._decoding[own]
+            if order in self._to_score:
+                self._to_score.remove(order)
+            self._end(order, Ended(cancelled=True))
 
     def _score(self) -> None:
         """Score the prompts at the head of the queue that share their limits, and submit their texts."""
         if not self._to_score:
             return
         first = self._to_score[0]
-        together: list[Job] = []
+        together: list[Order] = []
         longest = 0
         while self._to_score:
-            job = self._to_score[0]
-            longest = max(longest, len(job.prompt))
-            alike = (job.tolerance, job.max_iterations) == (first.tolerance, first.max_iterations)
+            order = self._to_score[0]
+            longest = max(longest, len(order.prompt))
+            alike = (order.tolerance, order.max_iterations) == (first.tolerance, first.max_iterations)
             if together and (not alike or longest * (len(together) + 1) > SCORED_TOGETHER):
                 break
             together.append(self._to_score.popleft())
-        wanted = [job for job in together if job.score_prompt and job.logprobs is not None]
+        wanted = [order for order in together if order.score_prompt and order.logprobs is not None]
         options = SearchOptions(tolerance=first.tolerance, max_iterations=first.max_iterations)
         scored: dict[int, tuple[list[LogProbability], int | None]] = {}
         try:
             if wanted:
-                counts = [job.logprobs or 0 for job in wanted]
-                found = score_prompts(self.model, [job.prompt for job in wanted], counts, options)
-                scored = {id(job): one for job, one in zip(wanted, found, strict=True)}
+                counts = [order.logprobs or 0 for order in wanted]
+                found = score_prompts(self.model, [order.prompt for order in wanted], counts, options)
+                scored = {order.number: one for order, one in zip(wanted, found, strict=True)}
         except Exception as error:
             _LOG.exception("scoring prompts failed")
-            for job in together:
-                self._end(job, Failed(_failure(job, error)))
+            for order in together:
+                self._end(order, Failed(_failure(order, error)))
             return
-        for job in together:
-            scores, iterations = scored.get(id(job), (None, None))
-            self._outbox.append((job, PromptRead(iterations, scores)))
-            if job.max_tokens:
-                self._begin(job)
+        for order in together:
+            scores, iterations = scored.get(order.number, (None, None))
+            read = PromptRead(iterations, scores)
+            if order.max_tokens:
+                self._scored[order.number] = read
+                self._begin(order)
             else:
-                self.metrics.prompt_tokens.inc(len(job.prompt))
-                self._end(job, None)
+                self._batch.prompts.append((order.number, read))
+                self._end(order, Ended(cancelled=False))
 
     def _prompts_read(self, numbers: list[int], solution: Solution | None) -> None:
+        iterations = None if solution is None else solution.iterations.tolist()
         for row, number in enumerate(numbers):
-            job = self._jobs.get(number)
-            if job is None:
+            if (order := self._decoding.get(number)) is None:
                 continue
-            self.metrics.prompt_tokens.inc(len(job.prompt))
-            self.metrics.waiting.dec()
-            job.waiting = False
-            if not job.score_prompt:
-                iterations = None if solution is None else int(solution.iterations[row])
-                self._outbox.append((job, PromptRead(iterations)))
+            read = self._scored.pop(order.number, None)
+            if read is None:
+                read = PromptRead(None if iterations is None else int(iterations[row]))
+            self._batch.prompts.append((order.number, read))
 
     def _deliver(self, tokens: Sequence[NewToken]) -> None:
-        now = time.monotonic()
+        now, found = time.monotonic(), self._batch.tokens
         for new in tokens:
-            job = self._jobs.get(new.request)
-            if job is None:
+            order = self._decoding.get(new.request)
+            if order is None:
                 continue
             score = None
-            if job.logprobs is not None:
-                (score,) = log_probabilities(new.logits[None], [new.token], job.logprobs)
+            if order.logprobs is not None:
+                (score,) = log_probabilities(new.logits[None], [new.token], order.logprobs)
             residual = new.residual if new.residual is not None and math.isfinite(new.residual) else None
-            event = GeneratedToken(new.token, new.last, new.iterations, residual, new.converged, score)
-            self.metrics.token(event, job, now)
-            job.last_token = now
+            found.append(
+                GeneratedToken(
+                    order.number, now, new.token, new.last, new.iterations, residual, new.converged, score
+                )
+            )
             if new.last:
-                del self._jobs[new.request]
-                self._end(job, event)
-            else:
-                self._outbox.append((job, event))
+                del self._decoding[new.request], self._orders[order.number]
+                self._urgent = True
 
-    def _end(self, job: Job, event: Event | None) -> None:
-        if job.finished:
-            return
-        job.finished = True
-        if job.waiting:
-            job.waiting = False
-            self.metrics.waiting.dec()
-        for number in [number for number, other in self._jobs.items() if other is job]:
-            del self._jobs[number]
-        self._ended.append(time.monotonic() - job.submitted)
-        if event is not None:
-            self._outbox.append((job, event))
+    def _end(self, order: Order, event: Failed | Ended) -> None:
+        if self._orders.pop(order.number, None) is not None:
+            self._scored.pop(order.number, None)
+            self._batch.ends.append((order.number, event))
+            self._urgent = True
 
     def _recover(self, error: Exception) -> None:
         """Fail the texts in the slots, and continue the waiting ones with a new decoder."""
         waiting = {text.number for text in self.decoder.waiting}
-        survivors = [job for number, job in self._jobs.items() if number in waiting]
-        failed = [job for number, job in self._jobs.items() if number not in waiting]
-        named = ", ".join(job.name for job in failed)
+        survivors = [order for number, order in self._decoding.items() if number in waiting]
+        failed = [order for number, order in self._decoding.items() if number not in waiting]
+        named = ", ".join(order.name for order in failed)
         _LOG.error("the decoder failed; these requests are lost: %s", named or "none", exc_info=error)
-        self.metrics.failures.inc()
-        for job in failed:
-            self._end(job, Failed(_failure(job, error)))
-        self._jobs = {}
+        self._batch.failures += 1
+        for order in failed:
+            self._end(order, Failed(_failure(order, error)))
+        self._decoding = {}
         try:
             self.decoder = self._make()
         except Exception as again:
             _LOG.exception("the decoder cannot be created again")
-            self.broken = f"the decoder failed ({type(again).__name__}) and could not be restarted"
-            for job in survivors:
-                self._end(job, Failed(ApiError(503, f"{self.broken}; restart the server")))
+            self._broken = f"the decoder failed ({type(again).__name__}) and could not be restarted"
+            for order in survivors:
+                self._end(order, Failed(ApiError(503, f"{self._broken}; restart the server")))
             return
-        for job in survivors:
-            self._begin(job)
+        for order in survivors:
+            self._begin(order)
 
     def _fail_all(self, error: ApiError) -> None:
         while True:
@@ -279,38 +301,33 @@ class Worker:
             except queue.Empty:
                 break
             if isinstance(message, Submit):
-                self._to_score.extend(message.jobs)
-            elif isinstance(message, InspectionJob):
+                self._orders.update((order.number, order) for order in message.orders)
+            elif isinstance(message, InspectionOrder):
                 self.inspections.add(message)
-        self.inspections.fail_all(error)
-        for job in [*self._jobs.values(), *self._to_score]:
-            self._end(job, Failed(error))
-        self._jobs, self._to_score = {}, deque()
-
-    def _send(self) -> None:
-        if self._outbox or self._ended:
-            self._send_events(self._outbox, self._ended)
-            self._outbox, self._ended = [], []
+        self.inspections.fail_all(error, self._batch.reports)
+        for order in list(self._orders.values()):
+            self._end(order, Failed(error))
 
 
-def _request_of(job: Job) -> Request:
+def _request_of(order: Order) -> Request:
     """Return a text's request to the decoder."""
+    processors, sampling = processors_of(order.choice, prompt=len(order.prompt))
     return Request(
-        prompt=job.prompt,
-        max_new_tokens=job.max_tokens,
-        sampling=job.sampling,
-        logits_processor=job.logits_processor or None,
-        seed=job.seed,
-        stop_token_ids=job.stop_token_ids,
-        tolerance=job.tolerance,
-        max_iterations=job.max_iterations,
+        prompt=order.prompt,
+        max_new_tokens=order.max_tokens,
+        sampling=sampling,
+        logits_processor=processors or None,
+        seed=order.seed,
+        stop_token_ids=order.stop_token_ids,
+        tolerance=order.tolerance,
+        max_iterations=order.max_iterations,
     )
 
 
-def _failure(job: Job, error: Exception) -> ApiError:
+def _failure(order: Order, error: Exception) -> ApiError:
     return ApiError(
         500,
-        f"request {job.name} failed in the decoder ({type(error).__name__}); other requests continue. The "
+        f"request {order.name} failed in the decoder ({type(error).__name__}); other requests continue. The "
         "server's log has the cause",
         code="decoder_failure",
     )

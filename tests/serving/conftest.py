@@ -16,16 +16,19 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
-from implicit_blocks.serving.app import create_app
 from implicit_blocks.serving.engine import Engine
+from implicit_blocks.serving.hosting import Host
 from implicit_blocks.serving.language import Bytes, Language
-from implicit_blocks.serving.metrics import Metrics
+from implicit_blocks.serving.listening import listen, make_server
 from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.processes import HttpProcess
 from implicit_blocks.serving.served import ServedModel
-from implicit_blocks.serving.server import listen, make_server
+from implicit_blocks.serving.server import application
+from implicit_blocks.serving.worker import Worker
 
 
 @dataclass
@@ -54,20 +57,15 @@ class Reply:
 
 
 @dataclass
-class Running:
-    """A running server: its address, its model, and its engine."""
+class Address:
+    """The address of a running server, and its model."""
 
     host: str
     port: int
     model: Any
     language: Language
-    served: ServedModel
-    server: Any
-    thread: threading.Thread
-
-    @property
-    def engine(self) -> Engine:
-        return self.served.engine
+    worker: Worker
+    name: str
 
     @property
     def url(self) -> str:
@@ -89,15 +87,18 @@ class Running:
 
     def complete(self, prompt: Any, **fields: Any) -> Reply:
         """Request a completion, greedy unless told otherwise."""
-        given = {"model": self.served.name, "prompt": prompt, "temperature": 0}
+        given = {"model": self.name, "prompt": prompt, "temperature": 0}
         return self.post("/v1/completions", given | fields)
+
+    def is_idle(self) -> bool:
+        """Whether no text is left in the decoder."""
+        return all(text is None for text in self.worker.decoder.texts)
 
     def idle(self) -> bool:
         """Wait until no text is left; return whether that was so within seconds."""
         ends = time.monotonic() + 20
         while time.monotonic() < ends:
-            slots = self.engine.decoder.texts
-            if not self.engine.pending and all(text is None for text in slots):
+            if self.is_idle():
                 return True
             time.sleep(0.01)
         return False
@@ -107,6 +108,22 @@ class Running:
         stops = [token for token in self.language.stop_token_ids if token < self.model.spec.vocab_size]
         made = ib.generate(self.model, [prompt], max_new_tokens=count, stop_token_ids=stops, **options)
         return self.language.decode(made.tokens[0, : int(made.lengths[0])].tolist())
+
+
+@dataclass
+class Running(Address):
+    """A server in this process."""
+
+    served: ServedModel
+    server: Any
+    thread: threading.Thread
+
+    @property
+    def engine(self) -> Engine:
+        return self.served.engine
+
+    def is_idle(self) -> bool:
+        return super().is_idle() and not self.engine.pending
 
 
 Start = Callable[..., Running]
@@ -126,16 +143,13 @@ def running(
     """Serve a model; ``compare`` has others by name."""
     language = language if language is not None else Bytes()
     given = ServerOptions(**{"port": 0, "max_seq_len": 96, "max_batch_size": 8, **options})
-
-    def serve(name: str, model: Any, metrics: Metrics) -> ServedModel:
-        engine = Engine(model, given, metrics, make_decoder=make_decoder)
-        return ServedModel(name, model, language, engine, given, problem=problem)
-
-    metrics = Metrics(given.max_batch_size)
-    served = serve(name, model, metrics)
-    others = [serve(*item, Metrics(given.max_batch_size)) for item in (compare or {}).items()]
+    hosts = [
+        Host(one, model, language, given, make_decoder=make_decoder, problem=problem)
+        for one, model in {name: model, **(compare or {})}.items()
+    ]
+    app = application(hosts)
     listening = listen(given)
-    server = make_server(create_app(served, given, metrics, others=others), given)
+    server = make_server(app, given)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -143,12 +157,33 @@ def running(
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.005)
-        yield Running(host, port, model, language, served, server, thread)
+        yield Running(host, port, model, language, hosts[0].worker, name, app.state.served, server, thread)
     finally:
         server.should_exit = True
         thread.join(timeout=30)
         listening.close()
         assert not thread.is_alive()
+
+
+@dataclass
+class InTwoProcesses(Address):
+    """A server whose HTTP side is another process."""
+
+    process: HttpProcess
+
+
+@contextlib.contextmanager
+def running_in_two_processes(
+    model: Any, *, make_decoder: Callable[[], Any] | None = None, **options: Any
+) -> Iterator[InTwoProcesses]:
+    """Serve a model of bytes by two processes."""
+    given = ServerOptions(**{"port": 0, "max_seq_len": 96, "max_batch_size": 8, **options})
+    host = Host("tiny", model, Bytes(), given, make_decoder=make_decoder)
+    listening = listen(given)
+    address, port = listening.getsockname()[:2]
+    with HttpProcess([host], listening) as process:
+        process.wait_until_ready()
+        yield InTwoProcesses(address, port, model, Bytes(), host.worker, "tiny", process)
 
 
 async def ask_in_process(app: Any, path: str, body: bytes, *, client: str = "127.0.0.1") -> tuple[int, bytes]:
@@ -199,6 +234,50 @@ def byte_model(kind: str = "mamba2", **changes: Any) -> Any:
     return model.eval()
 
 
+class Gate:
+    """A decoder's ``step`` that can be held, made to fail at certain calls, or slowed down."""
+
+    def __init__(self, model: Any, *, slots: int = 2, seconds: float = 0.0) -> None:
+        self.model, self.slots, self.seconds = model, slots, seconds
+        self.open = threading.Event()
+        self.open.set()
+        self.fail_at: set[int] = set()
+        self.calls = self.made = 0
+        self.cannot_restart = False
+
+    def __call__(self) -> ContinuousDecoder:
+        self.made += 1
+        if self.made > 1 and self.cannot_restart:
+            raise RuntimeError("no memory left at /secret/path")
+        decoder = ContinuousDecoder(
+            self.model, max_batch_size=self.slots, max_seq_len=96, limits_per_request=True
+        )
+        step = decoder.step
+
+        def held() -> Any:
+            assert self.open.wait(timeout=60)
+            self.calls += 1
+            time.sleep(self.seconds)
+            if self.calls in self.fail_at:
+                raise RuntimeError("the device is gone: /secret/path")
+            return step()
+
+        decoder.step = held  # type: ignore[method-assign]
+        return decoder
+
+
+@pytest.fixture
+def gate(model: Any) -> Gate:
+    """Return a decoder that can be held."""
+    return Gate(model)
+
+
+@pytest.fixture
+def slow(model: Any) -> Gate:
+    """Return a decoder that can be held, with a pause of 2 ms per step."""
+    return Gate(model, slots=4, seconds=0.002)
+
+
 @pytest.fixture(scope="session")
 def model() -> Any:
     return byte_model()
@@ -226,6 +305,13 @@ def server(model: Any) -> Iterator[Running]:
 def ask() -> Callable[..., Any]:
     """Return a coroutine function that sends a request without a connection."""
     return ask_in_process
+
+
+@pytest.fixture
+def start_two() -> Iterator[Callable[..., InTwoProcesses]]:
+    """Return a function that starts a server of two processes, which end with the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(running_in_two_processes(*args, **options))
 
 
 @pytest.fixture

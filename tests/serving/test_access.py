@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from implicit_blocks.serving.hosting import Host
 from implicit_blocks.serving.language import Bytes
 from implicit_blocks.serving.options import ServerOptions, is_loopback
 from implicit_blocks.serving.server import application
@@ -76,7 +77,7 @@ def test_a_local_server_refuses_requests_under_another_name(server, host):
     ("options", "status"), [({}, 403), ({"no_auth": True}, 200), ({"api_key": KEY}, 401)], ids=str
 )
 def test_a_server_without_a_key_refuses_other_machines_behind_a_proxy(model, ask, options, status):
-    app = application(model, Bytes(), ServerOptions(max_batch_size=1, **options), name="tiny")
+    app = application([Host("tiny", model, Bytes(), ServerOptions(max_batch_size=1, **options))])
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1}).encode()
 
     async def found() -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import implicit_blocks as ib
+from implicit_blocks.serving.hosting import Host
 from implicit_blocks.serving.language import Bytes
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.server import application
@@ -297,5 +298,5 @@ def test_mutated_bodies_are_refused_or_answered(make_model, ask, count):
     stopping = ib.StoppingOverrides(tolerance=0.05, max_iterations=20)
     model = make_model(at_evaluation=ib.AtEvaluation(stopping=stopping))
     options = ServerOptions(max_seq_len=96, max_batch_size=16, max_iterations=50, timeout=7200)
-    app = application(model, Conversing(), options, name="tiny")
+    app = application([Host("tiny", model, Conversing(), options)])
     asyncio.run(check_mutated(app, ask, model, count, seed=count))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,16 +188,16 @@ def test_runs_of_baselines_their_checkpoints_and_exported_folders_are_served(tmp
     (checkpoint,) = (run / "checkpoints").glob("step-*")
     export(str(run), tmp_path / "exported")
     options = ServerOptions(max_batch_size=2, max_seq_len=100)
-    found = [load(source, options).state.served for source in (run, checkpoint, tmp_path / "exported")]
+    found = [load(source, options)[0] for source in (run, checkpoint, tmp_path / "exported")]
     texts = [alone(one.model, [0, 3, 2], 6) for one in found]
     assert texts[0] == texts[1] == texts[2]
     assert [one.options.max_seq_len for one in found] == [64] * 3  # the model has no more positions
-    assert {one.card()["kind"] for one in found} == {"transformers"}
+    assert {one.setup.description.kind for one in found} == {"transformers"}
 
 
 def test_the_end_token_of_a_folder_ends_its_texts(tmp_path: Path):
     wrapper = build({**POSITIONS, "config": {**POSITIONS["config"], "eos_token_id": 7}}, vocab_size=20)
     wrapper.to_transformers().save_pretrained(tmp_path / "folder")
-    served = load(tmp_path / "folder", ServerOptions(max_batch_size=1)).state.served
-    assert served.language.stop_token_ids == (7,)
-    assert SimpleNamespace(**served.card()).vocab_size == 20
+    (host,) = load(tmp_path / "folder", ServerOptions(max_batch_size=1))
+    assert host.setup.language.stop_token_ids == (7,)
+    assert host.setup.description.vocab_size == 20

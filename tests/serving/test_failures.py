@@ -6,52 +6,13 @@ import asyncio
 import contextlib
 import http.client
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from implicit_blocks.decoding import ContinuousDecoder
-
 LONG = 80
-
-
-class Gate:
-    """A decoder's ``step`` that can be held, or made to fail at certain calls."""
-
-    def __init__(self, model: Any, *, slots: int = 2, **options: Any) -> None:
-        self.model, self.slots, self.options = model, slots, options
-        self.open = threading.Event()
-        self.open.set()
-        self.fail_at: set[int] = set()
-        self.calls = self.made = 0
-        self.cannot_restart = False
-
-    def __call__(self) -> ContinuousDecoder:
-        self.made += 1
-        if self.made > 1 and self.cannot_restart:
-            raise RuntimeError("no memory left at /secret/path")
-        decoder = ContinuousDecoder(
-            self.model, max_batch_size=self.slots, max_seq_len=96, limits_per_request=True
-        )
-        step = decoder.step
-
-        def held() -> Any:
-            assert self.open.wait(timeout=60)
-            self.calls += 1
-            if self.calls in self.fail_at:
-                raise RuntimeError("the device is gone: /secret/path")
-            return step()
-
-        decoder.step = held  # type: ignore[method-assign]
-        return decoder
-
-
-@pytest.fixture
-def gate(model):
-    return Gate(model)
 
 
 @pytest.fixture

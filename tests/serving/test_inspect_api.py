@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from implicit_blocks.serving import inspect_api
+from implicit_blocks.serving import inspect_api, inspections
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.inspect_api import InspectionJob, Inspections
+from implicit_blocks.serving.inspections import Inspections
+from implicit_blocks.serving.jobs import InspectionOrder
 from implicit_blocks.serving.language import Bytes, Numbers
 from implicit_blocks.serving.replay import calls_to_read
 from trainer.data.notation import notation
@@ -162,37 +163,39 @@ class Decoder:
 
 
 def test_inspections_have_a_share_of_the_time_while_texts_are_decoded(monkeypatch):
-    now, sent = [0.0], []
-    monkeypatch.setattr(inspect_api.time, "monotonic", lambda: now[0])
+    now, found = [0.0], []
+    monkeypatch.setattr(inspections.time, "monotonic", lambda: now[0])
 
-    def slow(inspection: Any, decoder: Any) -> dict[str, Any]:
+    def slow(self: Any, order: Any, reports: Any, decoder: Any) -> Any:
         now[0] += 1.0
-        return {}
+        return reports, {}
 
-    monkeypatch.setattr(Inspections, "_report", staticmethod(slow))
-    queue = Inspections()
-    for _ in range(2):
-        queue.add(job(sent.append))
+    monkeypatch.setattr(Inspections, "_report", slow)
+    queue = Inspections(Bytes())
+    for number in range(2):
+        queue.add(order(number))
     while now[0] < 100:
-        queue.advance(Decoder())  # type: ignore[arg-type]  # stands for a decoder
+        queue.advance(Decoder(), found)  # type: ignore[arg-type]  # stands for a decoder
         now[0] += 0.1
-    assert 18 <= len(sent) <= 22
+    assert 18 <= len(found) <= 22
+    assert {number for number, _ in found} == {0, 1}
 
 
-def job(send: Any, **changes: Any) -> InspectionJob:
-    fields = {"name": "x", "prompt": [1], "continuation": (), "language": Bytes(), "problem": None}
-    return InspectionJob(**{**fields, "tolerance": None, "max_iterations": None, "send": send, **changes})
+def order(number: int) -> InspectionOrder:
+    fields: dict[str, Any] = {"name": "x", "prompt": [1], "continuation": ()}
+    return InspectionOrder(number=number, **fields, tolerance=None, max_iterations=None)
 
 
 def test_a_cancelled_inspection_ends_and_others_end_with_the_server():
-    sent: list[Any] = []
-    queue = Inspections()
-    queue.add(job(sent.append, cancelled=True))
-    queue.advance(Decoder())  # type: ignore[arg-type]  # stands for a decoder
+    found: list[Any] = []
+    queue = Inspections(Bytes())
+    queue.add(order(0))
+    queue.cancel([0])
     assert not queue
-    queue.add(job(sent.append))
-    queue.fail_all(ApiError(503, "over"))
-    assert [error.status for error in sent] == [503]
+    queue.add(order(1))
+    queue.fail_all(ApiError(503, "over"), found)
+    assert not queue
+    assert [(number, error.status) for number, error in found] == [(1, 503)]
 
 
 def test_a_client_that_leaves_ends_its_inspection(server):
@@ -202,9 +205,9 @@ def test_a_client_that_leaves_ends_its_inspection(server):
     assert connection.getresponse().read(20)
     connection.close()
     ends = time.monotonic() + 20
-    while server.engine.worker.inspections and time.monotonic() < ends:
+    while server.worker.inspections and time.monotonic() < ends:
         time.sleep(0.01)
-    assert not server.engine.worker.inspections
+    assert not server.worker.inspections
 
 
 def test_a_failed_inspection_is_reported_and_the_server_goes_on(start, make_model, monkeypatch):
@@ -214,7 +217,7 @@ def test_a_failed_inspection_is_reported_and_the_server_goes_on(start, make_mode
         raise RuntimeError("secret detail")
 
     with monkeypatch.context() as patched:
-        patched.setattr(inspect_api, "token_reports", fail)
+        patched.setattr(inspections, "token_reports", fail)
         reply = inspect(server)
     assert reply.status == 500
     assert "secret" not in reply.error["message"]

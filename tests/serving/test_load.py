@@ -6,19 +6,23 @@ import asyncio
 import gc
 import itertools
 import json
+import pickle
 import random
 import resource
 import statistics
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import implicit_blocks as ib
-from implicit_blocks.serving.engine import DELIVERY_SECONDS, Engine
-from implicit_blocks.serving.jobs import GeneratedToken, Job
+from implicit_blocks.serving.engine import CHUNKS_PER_SECOND, Engine
+from implicit_blocks.serving.jobs import Batch, Ended, Events, GeneratedToken, Job, Order
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions
+from implicit_blocks.serving.outbox import DELIVERY_SECONDS, Outbox
 
 PROMPTS = ["Hello", "one", "two words", "z", "Zürich", "a longer prompt of many bytes", "123", "{}"]
 
@@ -126,39 +130,79 @@ def test_texts_of_many_streams_are_those_of_generate(model, start):
     assert server.idle()
 
 
-def test_events_are_delivered_at_intervals_in_order_and_none_is_lost(model):
-    engine = Engine(model, ServerOptions(max_batch_size=1, max_seq_len=8), Metrics(1))
-    sent = [GeneratedToken(number, last=number == 1999) for number in range(2000)]
-    deliver, times = engine._deliver, []
+def test_a_worker_sends_events_at_intervals_in_order_and_none_is_lost():
+    sent = [GeneratedToken(0, 0.0, number, last=False) for number in range(2000)]
+    batches, times = [], []
 
-    def observed() -> None:
+    def send(batch: Batch) -> None:
         times.append(time.monotonic())
-        deliver()
+        batches.append(pickle.loads(pickle.dumps(batch)))
 
-    def send(job: Job) -> None:
-        for number, event in enumerate(sent):
-            engine._send([(job, event)], [])
-            if number % 100 == 0:
-                time.sleep(0.001)
+    outbox = Outbox(send)
+    for new in sent:
+        outbox.put(Batch(tokens=[new]))
+        if new.token % 100 == 0:
+            time.sleep(0.001)
+    outbox.close()
+    assert [new for batch in batches for new in batch.tokens] == sent
+    regular = itertools.pairwise(times[:-1])  # the last delivery is at once
+    assert all(after - before >= 0.99 * DELIVERY_SECONDS for before, after in regular)
 
-    async def received() -> list[Any]:
-        engine._loop, engine._deliver = asyncio.get_running_loop(), observed
-        events: asyncio.Queue[Any] = asyncio.Queue()
-        job = Job(name="a", index=0, prompt=[1], max_tokens=2000, events=events)
-        sending = asyncio.create_task(asyncio.to_thread(send, job))
-        found: list[Any] = []
-        while len(found) < len(sent):
-            found += [event for _, event in await events.get()]
-        await sending
-        return found
 
-    assert asyncio.run(received()) == sent
-    assert all(after - before >= 0.99 * DELIVERY_SECONDS[0] for before, after in itertools.pairwise(times))
+def test_the_end_of_a_text_is_sent_at_once():
+    arrived = threading.Event()
+    outbox = Outbox(lambda batch: arrived.set() if batch.ends else None)
+    outbox.put(Batch())
+    time.sleep(2 * DELIVERY_SECONDS)
+    began = time.monotonic()
+    outbox.put(Batch())
+    outbox.put(Batch(ends=[(0, Ended(cancelled=True))]), urgent=True)
+    assert arrived.wait(1)
+    assert time.monotonic() - began < DELIVERY_SECONDS
+    outbox.close()
+
+
+class Silent:
+    """A link that leads nowhere."""
+
+    async def start(self, receive: Any, lost: Any) -> None:
+        """Do nothing."""
+
+    async def stop(self, seconds: float) -> None:
+        """Do nothing."""
+
+    def send(self, message: Any) -> None:
+        """Do nothing."""
+
+
+def test_with_many_texts_tokens_are_delivered_together_and_ends_at_once():
+    async def delivered() -> tuple[float, int, list[int]]:
+        engine = Engine(Silent(), ServerOptions(max_batch_size=256, max_queue=0), Metrics(256))
+        jobs = [
+            Job(order=Order(number=n, name="a", prompt=[1], max_tokens=9), index=0, events=Events())
+            for n in range(60)
+        ]
+        for job in jobs:
+            engine.submit([job])
+        engine._receive(Batch(tokens=[GeneratedToken(n, 0.0, 1, last=False) for n in range(60)]))
+        _, first = await jobs[0].events.get()
+        began = time.monotonic()
+        for _ in range(3):
+            tokens = [GeneratedToken(n, 0.0, 2, last=n == 59) for n in range(60)]
+            engine._receive(Batch(tokens=tokens))
+        ended = [job.order.number for job in jobs if not job.events.empty()]
+        _, later = await jobs[0].events.get()
+        return time.monotonic() - began, len(first) + 10 * len(later), ended
+
+    seconds, counts, ended = asyncio.run(delivered())
+    assert counts == 31
+    assert ended == [*range(1, 60)]  # which had the first tokens, and the text that ended
+    assert 0.9 * 60 / CHUNKS_PER_SECOND <= seconds <= 0.5
 
 
 @pytest.mark.slow
-def test_two_hundred_clients_lose_and_mix_up_nothing(model, start, record_property):
-    server = start(model, max_batch_size=64, max_queue=256)
+def test_two_hundred_clients_lose_and_mix_up_nothing(model, start_two, record_property):
+    server = start_two(model, max_batch_size=64, max_queue=256)
     found = asyncio.run(load(server, clients=200, requests=2000, longest=24, seed=2))
     for name, seconds in found.items():
         cuts = statistics.quantiles(seconds, n=20)
@@ -168,8 +212,8 @@ def test_two_hundred_clients_lose_and_mix_up_nothing(model, start, record_proper
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_ten_thousand_requests(model, start):
-    server = start(model, max_batch_size=64, max_queue=512)
+def test_memory_of_both_processes_is_flat_over_ten_thousand_requests(model, start_two):
+    server = start_two(model, max_batch_size=64, max_queue=512)
 
     async def many(count: int) -> None:
         async def client() -> None:
@@ -179,12 +223,16 @@ def test_memory_is_flat_over_ten_thousand_requests(model, start):
 
         await asyncio.gather(*(client() for _ in range(50)))
 
-    def resident() -> int:
+    def resident() -> list[int]:
         gc.collect()
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+        files = [Path(f"/proc/{pid}/statm") for pid in ("self", server.process.pid)]
+        return [int(file.read_text().split()[1]) * resource.getpagesize() for file in files]
 
     asyncio.run(many(2000))
     before = resident()
     asyncio.run(many(8000))
-    assert resident() - before < 20 << 20
+    grown = [after - first for first, after in zip(before, resident(), strict=True)]
+    print(
+        f"resident memory: {[one >> 20 for one in before]} MiB, grown by {[one >> 10 for one in grown]} KiB"
+    )
+    assert max(grown) < 20 << 20

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from ray.exceptions import ActorDiedError
 
-from implicit_blocks.serving.jobs import GeneratedToken, Job
+from implicit_blocks.serving.jobs import Events, GeneratedToken, Job, Order
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.relay import Relay, merged, respond
 
@@ -66,9 +66,10 @@ class _Parts:
 
 def counted(tokens: int) -> Metrics:
     metrics = Metrics(slots=4)
-    job = Job(name="x", index=0, prompt=[1], max_tokens=9, events=asyncio.Queue())
+    job = Job(order=Order(number=0, name="x", prompt=[1], max_tokens=9), index=0, events=Events())
     for _ in range(tokens):
-        metrics.token(GeneratedToken(1, last=False, iterations=5), job, 0.0)
+        metrics.token(GeneratedToken(0, 0.0, 1, last=False, iterations=5), job)
+    metrics.count(tokens, 0.0)
     return metrics
 
 

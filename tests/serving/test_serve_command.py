@@ -17,8 +17,9 @@ import yaml
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
+from implicit_blocks.serving.listening import listen
 from implicit_blocks.serving.options import KEY_VARIABLE, ServerOptions
-from implicit_blocks.serving.server import listen, load, require_finished
+from implicit_blocks.serving.server import load, require_finished
 
 MIXER = {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}
 RUN: dict[str, Any] = {
@@ -62,10 +63,10 @@ def test_runs_checkpoints_exported_and_published_folders_are_loaded_alike(run, t
         sources |= {name: tmp_path / name for name in ("exported", "published")}
     expected = ib.generate(ib.load_model(run), [[0, 3, 2]], max_new_tokens=4).tokens.tolist()
     for name, source in sources.items():
-        found = load(source, SMALL).state.served
-        assert found.name == name
+        (found,) = load(source, SMALL)
+        assert found.setup.name == name
         assert ib.generate(found.model, [[0, 3, 2]], max_new_tokens=4).tokens.tolist() == expected
-        assert found.language.encode("0 3") == [0, 3]
+        assert found.setup.language.encode("0 3") == [0, 3]
 
 
 def test_a_run_that_has_not_finished_is_refused_and_its_checkpoint_served(run, tmp_path):
@@ -79,7 +80,7 @@ def test_a_run_that_has_not_finished_is_refused_and_its_checkpoint_served(run, t
     with pytest.raises(ValueError, match=r"step 1 of 50.*resume.*step-") as caught:
         load(unfinished, SMALL)
     checkpoint = Path(str(caught.value).rpartition(": ")[2])
-    assert load(checkpoint, SMALL).state.served.name == checkpoint.name
+    assert load(checkpoint, SMALL)[0].setup.name == checkpoint.name
 
 
 def test_a_run_without_a_checkpoint_is_refused(run, tmp_path):

@@ -49,11 +49,22 @@ def test_no_part_of_a_stop_string_is_released():
     ]
 
 
-@given(st.lists(st.integers(0, 256), max_size=30))
-def test_a_stream_of_bytes_has_the_text_of_all_bytes(tokens):
+CUTS = st.lists(st.integers(1, 4), max_size=30)
+
+
+def pushed(stream, tokens, sizes):
+    """Return the text of a stream that receives tokens by pieces of these sizes, the rest at once."""
+    text, left = "", list(tokens)
+    for size in sizes:
+        text += stream.push(left[:size])
+        left = left[size:]
+    return text + stream.push(left) + stream.finish()
+
+
+@given(st.lists(st.integers(0, 256), max_size=30), CUTS)
+def test_a_stream_of_bytes_has_the_text_of_all_bytes(tokens, cuts):
     language = Bytes()
-    stream = language.stream([65])
-    assert "".join(map(stream.push, tokens)) + stream.finish() == language.decode(tokens)
+    assert pushed(language.stream([65]), tokens, cuts) == language.decode(tokens)
 
 
 def test_text_of_bytes_returns_from_its_tokens():
@@ -69,7 +80,13 @@ def test_a_byte_that_is_no_character_has_a_name_of_its_own():
 def test_numbers_continue_the_text_of_their_prompt():
     language = Numbers()
     stream = language.stream([0, 3])
-    assert language.encode("0 3" + stream.push(2) + stream.push(11) + stream.finish()) == [0, 3, 2, 11]
+    assert language.encode("0 3" + stream.push([2]) + stream.push([11, 7]) + stream.finish()) == [
+        0,
+        3,
+        2,
+        11,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("text", ["hello", "1.5", "-1", "²", "9" * 30])
@@ -90,14 +107,13 @@ def test_a_stream_of_words_has_the_text_after_the_prompt(words):
     for cut in range(1, len(whole)):
         prompt, rest = whole[:cut], whole[cut:]
         before = words.decode(prompt).rstrip("\ufffd")
-        stream = words.stream(prompt)
-        assert before + "".join(map(stream.push, rest)) + stream.finish() == words.decode(whole)
+        for sizes in ([1] * len(rest), [2] * len(rest), [3, 1, 2], []):
+            assert before + pushed(words.stream(prompt), rest, sizes) == words.decode(whole)
 
 
-@given(st.lists(st.integers(0, 299), min_size=1, max_size=24))
-def test_a_stream_of_any_words_has_their_text(words, tokens):
-    stream = words.stream([])
-    assert "".join(map(stream.push, tokens)) + stream.finish() == words.decode(tokens)
+@given(st.lists(st.integers(0, 299), min_size=1, max_size=24), CUTS)
+def test_a_stream_of_any_words_has_their_text(words, tokens, cuts):
+    assert pushed(words.stream([]), tokens, cuts) == words.decode(tokens)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer_file):

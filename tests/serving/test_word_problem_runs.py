@@ -12,7 +12,7 @@ import pytest
 
 from implicit_blocks.serving.inspection import inspect
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.server import load
+from implicit_blocks.serving.server import application, load
 from implicit_blocks.serving.word_problem import word_problem_of
 from trainer.data.notation import notation
 from trainer.run.build import build
@@ -68,7 +68,7 @@ def test_a_report_of_a_run_has_the_products_and_marks(demo):
 
 def test_two_runs_are_served_by_their_names(demo):
     implicit, explicit = demo / "demo-1" / "implicit", demo / "demo-1" / "explicit"
-    app = load(implicit, SMALL, compare=explicit)
+    app = application(load(implicit, SMALL, compare=explicit))
     assert app.state.served.name == "implicit"
     assert app.state.served.card()["word_problem"]["names"][1] == "(2 3)"
     with pytest.raises(ValueError, match="two models have the name implicit"):
