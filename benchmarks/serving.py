@@ -3,10 +3,14 @@
     python benchmarks/serving.py [SOURCE] [--clients 1 16 64] [--tokens 64] [--repeats 5]
     python benchmarks/serving.py --gpu                # books_10m at 1, 16, 64 and 256 clients
 
-Both generate the same texts with as many slots as clients. The clients run in a process of their own, so that
-they share the cores with the server, but not its interpreter. Repeats alternate between the two. Shares are
+Both generate the same texts with as many slots as clients. HTTP and the clients have processes of their own:
+they share the cores with the decoder, but not its interpreter. Repeats alternate between the two. Shares are
 those of the direct decoder: of its tokens per second, and of its processor time per token, which depends less
-on what else the machine does. The table has medians.
+on what else the machine does. "CPU" is the processor time of the process with the model, "front" that of the
+HTTP process. The table has medians.
+
+With ``--stub`` the model is replaced by a decoder that only counts tokens, at the given number of tokens per
+second: what the HTTP process can take.
 
 Without SOURCE the weights are new, of the size of ``--spec``. Searches with new weights take many iterations
 at the spec's tolerance; ``--tolerance 0.1`` takes about eight for ``word_problem_s3``.
@@ -17,11 +21,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,16 +35,18 @@ import torch
 from report import machine, write
 
 import implicit_blocks as ib
-from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
+from implicit_blocks.serving.hosting import Host
 from implicit_blocks.serving.language import Numbers
+from implicit_blocks.serving.listening import listen
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.server import application, listen, make_server
+from implicit_blocks.serving.processes import HttpProcess
 from implicit_blocks.specs import load_spec
 
 PROMPT = 16  # tokens
 CLIENTS = Path(__file__).with_name("http_clients.py")
 HEADER = (
-    "clients  decoder tok/s  HTTP tok/s  share  CPU ms/token  HTTP CPU ms/token  share  "
+    "clients  decoder tok/s  HTTP tok/s  share  CPU us/token  HTTP CPU us/token  share  front CPU us/token  "
     "first token p50/p95 (ms)  between tokens p50/p95 (ms)"
 )
 
@@ -49,7 +56,68 @@ def prompts(count: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(vocab_size, (count, PROMPT), generator=generator).tolist()
 
 
-def direct(decoder: ContinuousDecoder, texts: list[list[int]], body: dict[str, Any]) -> dict[str, float]:
+class Text:
+    """A text of ``Stub``: its number, and the tokens it has left."""
+
+    def __init__(self, number: int, left: int) -> None:
+        self.number, self.left = number, left
+
+
+class Stub:
+    """Stands for a decoder that makes a number of tokens per second and takes no processor time for them.
+
+    A step makes a token for every fourth text, as searches of four iterations do.
+    """
+
+    accepts_limits = True
+    on_prompts = None
+    logits = torch.empty(0)
+
+    def __init__(self, slots: int, rate: float) -> None:
+        self.texts: list[Text | None] = [None] * slots
+        self.waiting: deque[Text] = deque()
+        self.rate, self.steps, self.due, self.submitted = rate, 0, 0.0, 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(self.texts)
+
+    def submit(self, request: Request) -> int:
+        self.waiting.append(Text(self.submitted, request.max_new_tokens))
+        self.submitted += 1
+        return self.submitted - 1
+
+    def cancel(self, number: int) -> bool:
+        raise NotImplementedError
+
+    def step(self) -> list[NewToken]:
+        entering = []
+        for slot, text in enumerate(self.texts):
+            if text is None and self.waiting:
+                text = self.texts[slot] = self.waiting.popleft()
+                entering.append(text.number)
+        if entering and self.on_prompts is not None:
+            self.on_prompts(entering, None)
+        self.steps += 1
+        made = []
+        for slot, text in enumerate(self.texts):
+            if text is not None and (slot + self.steps) % min(4, len(self.texts)) == 0:
+                text.left -= 1
+                made.append(NewToken(text.number, 7, not text.left, self.logits, 4, 0.01, True))
+                if not text.left:
+                    self.texts[slot] = None
+        self.due = max(self.due, time.perf_counter() - 0.01) + len(made) / self.rate
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+        return made
+
+    def run(self) -> Iterator[NewToken]:
+        while self.busy:
+            yield from self.step()
+
+
+def direct(
+    decoder: ContinuousDecoder | Stub, texts: list[list[int]], body: dict[str, Any]
+) -> dict[str, float]:
     """Return tokens per second, seconds of processor time and iterations per token, of the decoder."""
     for text in texts:
         decoder.submit(
@@ -64,50 +132,60 @@ def direct(decoder: ContinuousDecoder, texts: list[list[int]], body: dict[str, A
     }
 
 
-def through_http(port: int, clients: int, texts: list[list[int]], body: dict[str, Any]) -> dict[str, float]:
+def processor_time(pid: int) -> float:
+    """Return the seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def through_http(
+    port: int, front: int, clients: int, texts: list[list[int]], body: dict[str, Any]
+) -> dict[str, float]:
     """Return the same of the server, and seconds to the first token and between tokens, of streams."""
     order = json.dumps({"port": port, "clients": clients, "texts": texts, "body": body})
-    used = time.process_time()
+    used, used_by_front = time.process_time(), processor_time(front)
     done = subprocess.run(
         [sys.executable, str(CLIENTS)], input=order, capture_output=True, text=True, check=True
     )
-    used = time.process_time() - used
+    used, used_by_front = time.process_time() - used, processor_time(front) - used_by_front
     found: dict[str, float] = json.loads(done.stdout)
-    return {**found, "cpu_per_token": used / (len(texts) * body["max_tokens"])}
+    count = len(texts) * body["max_tokens"]
+    return {**found, "cpu_per_token": used / count, "front_cpu_per_token": used_by_front / count}
 
 
 @contextlib.contextmanager
-def served(model: Any, options: ServerOptions) -> Iterator[int]:
-    """Run a server, and return its port."""
-    with listen(options) as listening:
-        server = make_server(application(model, Numbers(), options, name="model"), options)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            while not server.started:
-                time.sleep(0.01)
-            yield listening.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
+def served(model: Any, options: ServerOptions, make_decoder: Any) -> Iterator[tuple[int, int]]:
+    """Run a server; yield its port, and the ID of its HTTP process."""
+    listening = listen(options)
+    port = listening.getsockname()[1]
+    host = Host("model", model, Numbers(), options, make_decoder=make_decoder)
+    with HttpProcess([host], listening) as process:
+        process.wait_until_ready()
+        yield port, process.pid
 
 
-def compare(model: Any, clients: int, body: dict[str, Any], repeats: int) -> dict[str, Any]:
+def compare(
+    model: Any, clients: int, body: dict[str, Any], repeats: int, stub: float | None
+) -> dict[str, Any]:
     """Return the medians of alternating repeats with a number of clients."""
     options = ServerOptions(
         port=0, max_batch_size=clients, max_seq_len=PROMPT + body["max_tokens"], max_queue=4 * clients
     )
     texts = prompts(2 * clients, model.spec.vocab_size)
-    decoder = ContinuousDecoder(
-        model, max_batch_size=clients, max_seq_len=options.max_seq_len, limits_per_request=True
-    )
+    decoder: ContinuousDecoder | Stub
+    if stub is None:
+        decoder = ContinuousDecoder(
+            model, max_batch_size=clients, max_seq_len=options.max_seq_len, limits_per_request=True
+        )
+    else:
+        decoder = Stub(clients, stub)
     pairs = []
-    with served(model, options) as port:
+    with served(model, options, None if stub is None else lambda: Stub(clients, stub)) as (port, front):
         short = {**body, "max_tokens": min(4, body["max_tokens"])}  # captures graphs, and fills caches
         direct(decoder, texts, short)
-        through_http(port, clients, texts, short)
+        through_http(port, front, clients, texts, short)
         for _ in range(repeats):
-            pairs.append((direct(decoder, texts, body), through_http(port, clients, texts, body)))
+            pairs.append((direct(decoder, texts, body), through_http(port, front, clients, texts, body)))
     alone = {name: statistics.median(one[name] for one, _ in pairs) for name in pairs[0][0]}
     http = {name: statistics.median(one[name] for _, one in pairs) for name in pairs[0][1]}
     shares = [one["tokens_per_second"] / other["tokens_per_second"] for other, one in pairs]
@@ -131,8 +209,9 @@ def line(found: dict[str, Any]) -> str:
     ]
     return (
         f"{found['clients']:7}  {alone['tokens_per_second']:13.0f}  {http['tokens_per_second']:10.0f}  "
-        f"{found['share']:5.2f}  {1e3 * alone['cpu_per_token']:12.3f}  {1e3 * http['cpu_per_token']:17.3f}  "
-        f"{found['cpu_share']:5.2f}  {times[0]:>24}  {times[1]:>27}"
+        f"{found['share']:5.2f}  {1e6 * alone['cpu_per_token']:12.1f}  {1e6 * http['cpu_per_token']:17.1f}  "
+        f"{found['cpu_share']:5.2f}  {1e6 * http['front_cpu_per_token']:18.1f}  "
+        f"{times[0]:>24}  {times[1]:>27}"
     )
 
 
@@ -146,6 +225,7 @@ def main() -> None:
     options.add_argument("--tolerance", type=float, help="tolerance of the searches (default: the spec's)")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
+    options.add_argument("--stub", type=float, metavar="RATE", help="tokens per second without a model")
     options.add_argument("--record", metavar="NAME", help="write results/NAME.json")
     arguments = options.parse_args()
     clients = arguments.clients or ([1, 16, 64, 256] if arguments.gpu else [1, 16, 64])
@@ -167,7 +247,7 @@ def main() -> None:
     print(HEADER)
     rows = []
     for count in clients:
-        rows.append(compare(model, count, body, arguments.repeats))
+        rows.append(compare(model, count, body, arguments.repeats, arguments.stub))
         print(line(rows[-1]), flush=True)
         if arguments.record is not None:
             source = spec if arguments.source is None else Path(arguments.source).name
