@@ -27,7 +27,7 @@ from implicit_blocks.serving.formats import Format
 from implicit_blocks.serving.inspect_api import add_inspections
 from implicit_blocks.serving.links import Link
 from implicit_blocks.serving.metrics import Metrics
-from implicit_blocks.serving.options import ServerOptions, is_loopback
+from implicit_blocks.serving.options import is_loopback
 from implicit_blocks.serving.page import add_page
 from implicit_blocks.serving.served import ServedModel, Setup
 from implicit_blocks.serving.texts import Piece, Text, Texts
@@ -73,10 +73,11 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
     app = FastAPI(title="implicit_blocks", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.served, app.state.metrics, app.state.models = served, counted, models
     app.add_middleware(_Counted, metrics=counted)
-    local = Depends(_host_check(options))
-    allowed = [local, Depends(_key_check(options))]
+    is_open = options.no_auth or not is_loopback(options.host)
+    local = [Depends(_check_host)] if options.api_key is None and not is_open else []
+    allowed = local if options.api_key is None else [Depends(_key_check(options.api_key))]
 
-    @app.get("/health", dependencies=[local])
+    @app.get("/health", dependencies=local)
     async def health() -> JSONResponse:
         for each in models.values():
             if (trouble := each.engine.trouble) is not None:
@@ -108,7 +109,7 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
         return await _answer(request, body.stream, body.includes_usage, texts, format)
 
     add_inspections(app, find, lambda request: _body(request, options.max_body_bytes), allowed)
-    add_page(app, local)
+    add_page(app, *local)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
@@ -118,12 +119,10 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
 # ------------------------------------------------------------------------------------ access
 
 
-def _key_check(options: ServerOptions) -> Callable[[Request], Awaitable[None]]:
-    expected = None if options.api_key is None else _digest(options.api_key.strip().encode())
+def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+    expected = _digest(api_key.strip().encode())
 
     async def check(request: Request) -> None:
-        if expected is None:
-            return
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
         if kind.lower() != "bearer" or not hmac.compare_digest(digest, expected):
@@ -141,24 +140,18 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _host_check(options: ServerOptions) -> Callable[[Request], Awaitable[None]]:
+async def _check_host(request: Request) -> None:
     """Refuse requests to a server without a key from other machines, and under another name of this one.
 
     By such a name a web page could reach the server. Requests from other machines arrive where a proxy, such
     as Ray's, listens at more addresses than the options name.
     """
-
-    async def check(request: Request) -> None:
-        if not is_loopback(options.host) or options.no_auth or options.api_key is not None:
-            return
-        name = re.sub(r":\d*$", "", request.headers.get("host", ""))
-        peer = "127.0.0.1" if request.client is None else request.client.host
-        if not (is_loopback(name) and is_loopback(peer)):
-            raise ApiError(
-                403, "this server answers at 127.0.0.1 and localhost only; use such an address, or an API key"
-            )
-
-    return check
+    name = re.sub(r":\d*$", "", request.headers.get("host", ""))
+    peer = "127.0.0.1" if request.client is None else request.client.host
+    if not (is_loopback(name) and is_loopback(peer)):
+        raise ApiError(
+            403, "this server answers at 127.0.0.1 and localhost only; use such an address, or an API key"
+        )
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -8,6 +8,7 @@ its process. This process imports no torch, and so starts within a second. It en
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
     for model in app.state.models.values():
         model.engine.on_lost = end
+    gc.freeze()  # what is imported need not be searched for garbage
     server.run(sockets=[listening])
     return 0
 

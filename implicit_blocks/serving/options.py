@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from implicit_blocks._utils.validation import require_count
 
@@ -74,6 +75,7 @@ class ServerOptions:
             )
 
 
+@lru_cache(256)
 def is_loopback(host: str) -> bool:
     """Whether an address, or a name of one, is reached from this machine only."""
     name = host.strip("[]").lower()

@@ -5,6 +5,7 @@ Shape legend: B texts, L tokens, V vocabulary, D model width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from implicit_blocks.decoding.prompts import lay_out, needed_ids
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
-from implicit_blocks.serving.jobs import LogProbability
+from implicit_blocks.serving.jobs import LogProbability, Order, PromptRead
 
 LOWEST = -9999.0
 """Stands for minus infinity and NaN, which JSON does not have."""
+SCORED_TOGETHER = 8192
+"""Maximum number of prompt tokens, padding included, that are scored together."""
 ROWS_OF_LOGITS = 256
 """Maximum number of tokens whose logits exist at the same time."""
 
@@ -32,6 +35,34 @@ def log_probabilities(logits_LV: Tensor, tokens: Sequence[int], count: int) -> l
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     found = [list(zip(ids, values, strict=True)) for ids, values in pairs]
     return [LogProbability(token, value, most) for token, value, most in zip(tokens, own, found, strict=True)]
+
+
+def first_alike(queue: deque[Order]) -> list[Order]:
+    """Take the orders at the head of a queue that share their limits, as many as are scored together."""
+    first = queue[0]
+    together: list[Order] = []
+    longest = 0
+    while queue:
+        order = queue[0]
+        longest = max(longest, len(order.prompt))
+        alike = (order.tolerance, order.max_iterations) == (first.tolerance, first.max_iterations)
+        if together and (not alike or longest * (len(together) + 1) > SCORED_TOGETHER):
+            break
+        together.append(queue.popleft())
+    return together
+
+
+def score_orders(model: Any, orders: Sequence[Order]) -> list[PromptRead]:
+    """Return the scores of the prompts of orders with the same limits, of those that ask for them."""
+    options = SearchOptions(tolerance=orders[0].tolerance, max_iterations=orders[0].max_iterations)
+    wanted = [order for order in orders if order.score_prompt and order.logprobs is not None]
+    scored: dict[int, PromptRead] = {}
+    if wanted:
+        counts = [order.logprobs or 0 for order in wanted]
+        found = score_prompts(model, [order.prompt for order in wanted], counts, options)
+        pairs = zip(wanted, found, strict=True)
+        scored = {order.number: PromptRead(iterations, scores) for order, (scores, iterations) in pairs}
+    return [scored.get(order.number, PromptRead()) for order in orders]
 
 
 @torch.no_grad()
@@ -76,11 +107,6 @@ def score_prompts(
         solution = encoded.solution
         found.append((scores, None if solution is None else int(solution.iterations[row])))
     return found
-
-
-def _ids(model: Any, ids_BL: Tensor) -> dict[str, Tensor]:
-    """Return the tokens as an argument of ``encode`` where a mixer reads them."""
-    return {"ids_BL": ids_BL} if model.needs_token_ids else {}
 
 
 def _scores_alone(model: Any, prompt: Sequence[int], count: int) -> list[LogProbability]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
-from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.inspections import Inspections
 from implicit_blocks.serving.jobs import (
@@ -25,7 +24,6 @@ from implicit_blocks.serving.jobs import (
     Failed,
     GeneratedToken,
     InspectionOrder,
-    LogProbability,
     Message,
     Order,
     PromptRead,
@@ -33,13 +31,10 @@ from implicit_blocks.serving.jobs import (
 )
 from implicit_blocks.serving.outbox import Outbox, Send
 from implicit_blocks.serving.penalties import processors_of
-from implicit_blocks.serving.scores import log_probabilities, score_prompts
+from implicit_blocks.serving.scores import first_alike, log_probabilities, score_orders
 from implicit_blocks.solution import Solution
 
 _LOG = logging.getLogger(__name__)
-
-SCORED_TOGETHER = 8192
-"""Maximum number of prompt tokens, padding included, that are scored together."""
 
 
 class Decoder(Protocol):
@@ -204,32 +199,15 @@ class Worker:
         """Score the prompts at the head of the queue that share their limits, and submit their texts."""
         if not self._to_score:
             return
-        first = self._to_score[0]
-        together: list[Order] = []
-        longest = 0
-        while self._to_score:
-            order = self._to_score[0]
-            longest = max(longest, len(order.prompt))
-            alike = (order.tolerance, order.max_iterations) == (first.tolerance, first.max_iterations)
-            if together and (not alike or longest * (len(together) + 1) > SCORED_TOGETHER):
-                break
-            together.append(self._to_score.popleft())
-        wanted = [order for order in together if order.score_prompt and order.logprobs is not None]
-        options = SearchOptions(tolerance=first.tolerance, max_iterations=first.max_iterations)
-        scored: dict[int, tuple[list[LogProbability], int | None]] = {}
+        together = first_alike(self._to_score)
         try:
-            if wanted:
-                counts = [order.logprobs or 0 for order in wanted]
-                found = score_prompts(self.model, [order.prompt for order in wanted], counts, options)
-                scored = {order.number: one for order, one in zip(wanted, found, strict=True)}
+            scored = score_orders(self.model, together)
         except Exception as error:
             _LOG.exception("scoring prompts failed")
             for order in together:
                 self._end(order, Failed(_failure(order, error)))
             return
-        for order in together:
-            scores, iterations = scored.get(order.number, (None, None))
-            read = PromptRead(iterations, scores)
+        for order, read in zip(together, scored, strict=True):
             if order.max_tokens:
                 self._scored[order.number] = read
                 self._begin(order)

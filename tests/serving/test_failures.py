@@ -168,7 +168,7 @@ def test_a_failure_while_scoring_ends_its_request_alone(model, start, monkeypatc
         raise RuntimeError("no such kernel")
 
     with monkeypatch.context() as patched:
-        patched.setattr("implicit_blocks.serving.worker.score_prompts", broken)
+        patched.setattr("implicit_blocks.serving.scores.score_prompts", broken)
         assert server.complete("Hello", max_tokens=1, echo=True, logprobs=1).status == 500
     assert server.complete("Hello", max_tokens=1, echo=True, logprobs=1).status == 200
 
