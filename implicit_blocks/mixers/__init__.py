@@ -18,6 +18,7 @@ from implicit_blocks.specs.tensor_plan import Divided, Section, TensorPlan, colu
 
 if TYPE_CHECKING:
     from implicit_blocks.mixers.attention.mixer import Attention as Attention
+    from implicit_blocks.mixers.grid_conv import GridConv as GridConv
     from implicit_blocks.mixers.hybrid import Hybrid as Hybrid
     from implicit_blocks.mixers.mamba2.mixer import Mamba2 as Mamba2
 
@@ -31,6 +32,7 @@ def register_components(add: Add) -> None:
     """Register the built-in mixers."""
     add("mixer", Mamba2Spec, "implicit_blocks.mixers.mamba2.mixer:Mamba2")
     add("mixer", AttentionSpec, "implicit_blocks.mixers.attention.mixer:Attention")
+    add("mixer", GridConvSpec, "implicit_blocks.mixers.grid_conv:GridConv")
     add("mixer", HybridSpec, "implicit_blocks.mixers.hybrid:Hybrid")
 
 
@@ -353,6 +355,63 @@ class AttentionSpec(MixerSpec):
         return float(
             projections + 2 * attended * keys_twice + (0 if self.value_embeddings is None else gates)
         )
+
+
+class GridConvSpec(MixerSpec):
+    """A gated convolution over a board whose cells are the tokens: for puzzles, not for text or decoding."""
+
+    kind: Literal["grid_conv"] = "grid_conv"
+    columns: PositiveInt | None = None
+    """Columns of the board; null: boards are square, and their size follows from the number of tokens."""
+    kernel_size: PositiveInt = 3
+    """Rows and columns of the kernel, an odd number."""
+    d_inner: PositiveInt | None = None
+    """Width E of the gate and of the values that it multiplies; null: d_model."""
+    bias: bool = True
+    """Whether the convolution and the output projection have biases."""
+
+    @model_validator(mode="after")
+    def _kernel_has_a_center(self) -> Self:
+        if self.kernel_size % 2 == 0:
+            message = (
+                f"kernel_size {self.kernel_size} is even, and a kernel needs a center; choose an odd one"
+            )
+            raise field_error(message, "kernel_size", value=self.kernel_size)
+        return self
+
+    @property
+    def is_causal(self) -> bool:
+        """False: a cell's output depends on cells after it."""
+        return False
+
+    def inner_width(self, d_model: int) -> int:
+        """Return the inner width E."""
+        return self.d_inner or d_model
+
+    def injection_width(self, d_model: int) -> int:
+        """Return the width of the gate and the values."""
+        return 2 * self.inner_width(d_model)
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the convolution and of the output projection."""
+        inner, size = self.inner_width(d_model), self.kernel_size
+        shapes: dict[str, tuple[int, ...]] = {"conv.weight": (2 * inner, d_model, size, size)}
+        shapes |= {"conv.bias": (2 * inner,)} if self.bias else {}
+        return shapes | linear_shapes("out_proj", d_model, inner, bias=self.bias)
+
+    def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:
+        """Return 0: nothing is kept of a board."""
+        return 0
+
+    def headline(self, d_model: int) -> str:
+        """Summarize the board, the kernel and the inner width."""
+        board = "square boards" if self.columns is None else f"boards of {self.columns} columns"
+        size, inner = self.kernel_size, self.inner_width(d_model)
+        return f"{board}, kernel {size} x {size}, inner width {inner}"
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count the convolution and the output projection."""
+        return float(2 * d_model * self.inner_width(d_model) * (2 * self.kernel_size**2 + 1))
 
 
 class HybridSpec(MixerSpec):

@@ -72,6 +72,8 @@ def components(family: str) -> list[dict[str, Any]]:
 
 
 MIXERS, SOLVERS, GRADIENTS = map(components, ("mixer", "solver", "gradient"))
+# Mixers that see later tokens can't generate, and their boards are not sequences of this task.
+MIXERS = [each for each in MIXERS if ib.MixerSpec.model_validate(each).is_causal]
 # Solvers that couple tokens are refused with scope prefix, and their rows depend on each other in generation.
 SOLVERS = [each for each in SOLVERS if not registry.entry("solver", each["kind"]).spec.couples_tokens]
 Combination = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
