@@ -74,6 +74,37 @@ def main() -> None:
         write(arguments.output, {"machine": machine(), "arguments": given, "rows": rows})
 
 
+class Steps:
+    """The steps of a work on synthetic tokens.
+
+    Args:
+        model: the model, in training mode.
+        batch: number of sequences.
+        length: tokens per sequence.
+
+    """
+
+    def __init__(self, model: Any, batch: int, length: int) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+        self.ids = torch.randint(model.spec.vocab_size, (batch, length + 1), device=device())
+        self.out: Any = None
+        """The output of the last step."""
+
+    def forward_and_backward(self) -> None:
+        """Compute the loss and its gradients."""
+        with bfloat16():
+            self.out = self.model(self.ids[:, :-1], labels=self.ids[:, 1:], return_logits=False)
+        self.out.loss.backward()
+
+    def step(self) -> None:
+        """Take a whole step: forward, backward, clipping, optimizer."""
+        self.forward_and_backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of a work."""
     began = time.perf_counter()
@@ -89,39 +120,22 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         graphs=arguments.graphs,
     )
     batch, length = (2, 32) if arguments.tiny else (work.rows, work.length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    ids = torch.randint(model.spec.vocab_size, (batch, length + 1), device=device())
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     before = graph_breaks()
     iterations = []
-
-    def forward_and_backward() -> Any:
-        with bfloat16():
-            out = model(ids[:, :-1], labels=ids[:, 1:], return_logits=False)
-        out.loss.backward()
-        return out
-
-    out: Any = None
-
-    def step() -> None:
-        nonlocal out
-        out = forward_and_backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
+    run = Steps(model, batch, length)
     for _ in range(arguments.warm_up):
-        step()
+        run.step()
     synchronize()
     ready = time.perf_counter() - began
     times = []
     for _ in range(arguments.steps):
-        times.append(seconds(step))
-        if out.solution is not None:
-            iterations.append(out.solution.iterations.float().mean().item())
-    if not math.isfinite(loss := out.loss.item()):
+        times.append(seconds(run.step))
+        if run.out.solution is not None:
+            iterations.append(run.out.solution.iterations.float().mean().item())
+    if not math.isfinite(loss := run.out.loss.item()):
         raise RuntimeError(f"the loss is {loss} after {arguments.warm_up + arguments.steps} steps")
     mean_iterations = statistics.mean(iterations) if iterations else None
     rate = batch * length / statistics.median(times)
@@ -142,7 +156,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1) if on_gpu else None,
         "published_peak_gb": work.peak_gb,
         "graph_breaks": graph_breaks() - before if arguments.compile else None,
-        "waits": count_synchronizations(forward_and_backward),
+        "waits": count_synchronizations(run.forward_and_backward),
         "loss": round(loss, 3),
         "ready_s": round(ready, 1),
     }
