@@ -23,6 +23,7 @@ from torch.nn.utils import parametrize
 
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import is_transformed
+from implicit_blocks.ops.float8 import Float8Weight, float8_linear
 from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weights.computed_weight import ComputedWeight
 
@@ -92,11 +93,14 @@ class Linear(nn.Linear):
 
     pad_in = False
     pad_out = False
-    cached: tuple[Tensor, Tensor | None] | None = None
+    cached: tuple[Any, Tensor | None] | None = None
+    """The weight, a tensor or in searches with 8-bit floats a ``Float8Weight``, and the bias."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
         weight, bias = (self.weight, self.bias) if self.cached is None else self.cached
+        if isinstance(weight, Float8Weight):
+            return float8_linear(input, weight, bias)
         return F.linear(input.to(weight.dtype), weight, bias)
 
     def current(self) -> tuple[Tensor, Tensor | None]:

@@ -34,6 +34,9 @@ class WeightCache:
     from other processes) are excluded; they prepare their weights themselves.
     """
 
+    low_precision = False
+    """Whether weights of linear layers are in 8-bit floats, for searches."""
+
     def __init__(self, *modules: nn.Module) -> None:
         # Holders have an attribute ``cached``: Linear layers, and the WeightNorm of other modules.
         self._cached: list[tuple[Any, Any]]
@@ -87,10 +90,14 @@ class WeightCache:
         """Return the modules and their cached weights."""
         return list(self._cached)
 
+    def append(self, holder: nn.Module, value: Any) -> None:
+        """Add the cached weight of a module: a tensor, or of a ``Linear`` the pair of weight and bias."""
+        self._cached.append((holder, value))
+
     def tensors(self) -> list[Tensor]:
         """Return all cached tensors, in a fixed order."""
         leaves = pytree.tree_leaves([value for _, value in self._cached])
-        return [leaf for leaf in leaves if leaf is not None]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def sync_layer_gradients(self, layer: nn.Module) -> None:
         """Complete the gradients of a layer's parameters as soon as backward leaves the layer.

@@ -22,7 +22,12 @@ from implicit_blocks.ops.backends import first_derivatives_only
 
 LARGEST_ROW = 1 << 15  # largest row that a program processes at once
 UNIT = 16  # if all widths are multiples of this, the compiler loads 16 bytes at a time
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
 
 
 class Layout(NamedTuple):
@@ -75,8 +80,8 @@ def _computed(
         shape = v.shape if v.ndim > 2 else (v.shape[0] + more_rows, v.shape[1] + columns)
         w = torch.empty(shape, dtype=dtype, device=device)
         found.append(w)
-        entries.append(_Entry((v, g, i, w), _width(v), _width(w), v.shape[0], w.shape[0]))
-    for table in _tables(entries):
+        entries.append(Entry((v, g, i, w), _width(v), _width(w), v.shape[0], w.shape[0]))
+    for table in tables(entries):
         table.launch(_forward)
     return found, inverses
 
@@ -110,8 +115,8 @@ class _Normed(torch.autograd.Function):
             if d is not None:
                 d, v = d.contiguous(), weights[number]
                 tensors = (v, gains[number], inverses[number], d, dg[number], dv[number])
-                entries.append(_Entry(tensors, _width(v), _width(d), v.shape[0], v.shape[0]))
-        for table in _tables(entries):
+                entries.append(Entry(tensors, _width(v), _width(d), v.shape[0], v.shape[0]))
+        for table in tables(entries):
             table.launch(_backward)
         return (None, None, *dg, *dv)
 
@@ -121,8 +126,8 @@ def _width(weight: Tensor) -> int:
     return weight.numel() // weight.shape[0]
 
 
-class _Entry(NamedTuple):
-    """Tensors of a weight (matrices at every third place), columns, padded columns, rows, programs."""
+class Entry(NamedTuple):
+    """Tensors of a weight (matrices at places 0, 3, …), columns, padded columns, rows, programs."""
 
     tensors: tuple[Any, ...]
     columns: int
@@ -131,14 +136,15 @@ class _Entry(NamedTuple):
     programs: int
 
 
-class _Table(NamedTuple):
+class Table(NamedTuple):
     """Weights with equal block sizes and types."""
 
-    entries: list[_Entry]
+    entries: list[Entry]
     block: int
     unit: int
 
-    def launch(self, kernel: Any) -> None:
+    def launch(self, kernel: Any, **constants: Any) -> None:
+        """Run a kernel that reads the table, with one program per row; further constants are passed on."""
         device = self.entries[0].tensors[0].device
         lines, first = [], 0
         for entry in self.entries:
@@ -151,30 +157,33 @@ class _Table(NamedTuple):
                 table.to(device, non_blocking=True),
                 len(lines),
                 UNIT=self.unit,
+                SOURCE=_TYPES[self.entries[0].tensors[0].dtype],
                 DTYPE=_TYPES[self.entries[0].tensors[3].dtype],
                 STEPS=(len(lines) - 1).bit_length(),
                 BLOCK=self.block,
                 num_warps=min(16, max(1, self.block // 512)),
+                **constants,
             )
 
 
-def _tables(entries: Sequence[_Entry]) -> Iterator[_Table]:
-    kinds: dict[Any, list[_Entry]] = {}
+def tables(entries: Sequence[Entry]) -> Iterator[Table]:
+    """Yield the tables of weights that one launch can process."""
+    kinds: dict[Any, list[Entry]] = {}
     for entry in entries:
         whole = not any(
             number % UNIT
             for number in (entry.columns, entry.width, *(t.data_ptr() for t in entry.tensors[::3]))
         )
         unit = UNIT if whole else 1
-        kind = triton.next_power_of_2(entry.width), unit, entry.tensors[3].dtype
+        kind = triton.next_power_of_2(entry.width), unit, entry.tensors[0].dtype, entry.tensors[3].dtype
         kinds.setdefault(kind, []).append(entry)
-    for (block, unit, _), alike in kinds.items():
-        yield _Table(alike, block, unit)
+    for (block, unit, *_), alike in kinds.items():
+        yield Table(alike, block, unit)
 
 
 @triton.jit
-def _line(table_ptr, count, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    # Binary search: the last line whose first program is not after this one.
+def table_line(table_ptr, count, WIDTH: tl.constexpr, STEPS: tl.constexpr):
+    """Return the table's line of this program, and the program's row: a binary search."""
     program = tl.program_id(0).to(tl.int64)
     low = tl.full((), 0, tl.int32)
     high = count - 1
@@ -188,43 +197,56 @@ def _line(table_ptr, count, WIDTH: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _matrix(line, number: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexpr):
+def matrix_of(line, number: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexpr):
+    """Return the address of a tensor of a line."""
     return tl.multiple_of(tl.load(line + 4 + number).to(tl.pointer_type(DTYPE)), UNIT)
 
 
 @triton.jit
 def _forward(
-    table_ptr, count, UNIT: tl.constexpr, DTYPE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr,
+    count,
+    UNIT: tl.constexpr,
+    SOURCE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    line, row = _line(table_ptr, count, 8, STEPS)
+    line, row = table_line(table_ptr, count, 8, STEPS)
     R = tl.load(line + 1)
     C = tl.load(line + 2) * UNIT
     width = tl.load(line + 3) * UNIT
     column = tl.arange(0, BLOCK)
     real = (column < C) & (row < R)
-    v = tl.load(_matrix(line, 0, tl.float32, UNIT) + row * C + column, mask=real, other=0.0)
+    v = tl.load(matrix_of(line, 0, SOURCE, UNIT) + row * C + column, mask=real, other=0.0)
     norm = tl.sqrt(tl.sum(v * v))
     g = tl.load(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + row, mask=row < R, other=0.0)
     inverse = tl.where(row < R, 1.0 / tl.where(norm == 0.0, 1.0, norm), 0.0)  # a row of zeros stays zero
     tl.store(tl.load(line + 6).to(tl.pointer_type(tl.float32)) + row, inverse, mask=row < R)
     w = tl.where(real, g * (v * inverse), 0.0)
-    tl.store(_matrix(line, 3, DTYPE, UNIT) + row * width + column, w.to(DTYPE), mask=column < width)
+    tl.store(matrix_of(line, 3, DTYPE, UNIT) + row * width + column, w.to(DTYPE), mask=column < width)
 
 
 @triton.jit
 def _backward(
-    table_ptr, count, UNIT: tl.constexpr, DTYPE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr,
+    count,
+    UNIT: tl.constexpr,
+    SOURCE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    line, row = _line(table_ptr, count, 10, STEPS)
+    line, row = table_line(table_ptr, count, 10, STEPS)
     C = tl.load(line + 2) * UNIT
     width = tl.load(line + 3) * UNIT
     column = tl.arange(0, BLOCK)
     real = column < C
     inverse = tl.load(tl.load(line + 6).to(tl.pointer_type(tl.float32)) + row)
-    unit = tl.load(_matrix(line, 0, tl.float32, UNIT) + row * C + column, mask=real, other=0.0) * inverse
-    dw = tl.load(_matrix(line, 3, DTYPE, UNIT) + row * width + column, mask=real, other=0.0).to(tl.float32)
+    unit = tl.load(matrix_of(line, 0, SOURCE, UNIT) + row * C + column, mask=real, other=0.0) * inverse
+    dw = tl.load(matrix_of(line, 3, DTYPE, UNIT) + row * width + column, mask=real, other=0.0).to(tl.float32)
     g = tl.load(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + row)
     dg = tl.sum(dw * unit)
     tl.store(tl.load(line + 8).to(tl.pointer_type(tl.float32)) + row, dg)
     dv = g * inverse * (dw - unit * dg)
-    tl.store(_matrix(line, 5, tl.float32, UNIT) + row * C + column, dv, mask=real)
+    tl.store(matrix_of(line, 5, tl.float32, UNIT) + row * C + column, dv, mask=real)
