@@ -26,7 +26,7 @@ from gpu_training import Steps
 from gpu_works import WORKS
 from on_device import device, keep, model_of, parser, seconds, synchronize
 from report import machine, write
-from torch.autograd import DeviceType
+from torch.profiler import DeviceType
 
 import implicit_blocks as ib
 
@@ -48,6 +48,9 @@ def main() -> None:
     options.add_argument("--as-published", action="store_true", help="the published number of iterations")
     options.add_argument("--rows", type=int, default=45, help="number of kernels listed")
     options.add_argument("--output", default="gpu_profile", help="name of the file in results")
+    options.add_argument(
+        "--search-dtype", choices=["float8_e4m3fn"], default=None, help="8-bit floats in searches"
+    )
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
     for work in arguments.works:
@@ -80,6 +83,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         graphs=True,
     )
     batch, length = (2, 32) if arguments.tiny else (work.rows, work.length)
+    if arguments.search_dtype is not None:
+        model.quantize_search(getattr(torch, arguments.search_dtype))
     run = Steps(model, batch, length)
     for _ in range(arguments.warm_up):
         run.step()
@@ -88,6 +93,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     milliseconds = statistics.median(1000 * seconds(run.step) for _ in range(arguments.steps))
     row: dict[str, Any] = {
         "work": name,
+        "search_dtype": arguments.search_dtype,
         "tokens_per_second": round(1000 * batch * length / milliseconds),
         "ms_per_step": round(milliseconds, 2),
         "ready_s": round(ready, 1),

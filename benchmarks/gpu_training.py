@@ -56,6 +56,9 @@ def main() -> None:
         "--as-published", action="store_true", help="iterations of the published implementation"
     )
     options.add_argument("--output", default="gpu_training", help="name of the file in results")
+    options.add_argument(
+        "--search-dtype", choices=["float8_e4m3fn"], default=None, help="8-bit floats in searches"
+    )
     arguments = options.parse_args()
     rows = []
     for work in arguments.works:
@@ -120,6 +123,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         graphs=arguments.graphs,
     )
     batch, length = (2, 32) if arguments.tiny else (work.rows, work.length)
+    if arguments.search_dtype is not None:
+        model.quantize_search(getattr(torch, arguments.search_dtype))
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -143,6 +148,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     published = work.tokens_per_second
     return {
         "work": name,
+        "search_dtype": arguments.search_dtype,
         "tokens_per_second": round(rate),
         "published_tokens_per_second": published,
         "times_published": round(rate / published, 2),

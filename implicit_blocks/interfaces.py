@@ -60,6 +60,20 @@ class SteppingMap(Protocol):
 
 
 @runtime_checkable
+class LowPrecisionMap(Protocol):
+    """A map that may have a cheaper approximation, by which a search then begins."""
+
+    begins_low: bool
+    """Whether searches should begin with the approximation."""
+
+    def __call__(self, z: Tensor, /) -> Tensor:
+        """Return ``f(z)``, of ``z``'s shape, (B, …)."""
+
+    def low_precision(self) -> Map | None:
+        """Return the approximation, or None where there is none; without gradients."""
+
+
+@runtime_checkable
 class SequenceMap(Protocol):
     """A causal map of sequences that can be restricted to its first tokens or to those after them."""
 

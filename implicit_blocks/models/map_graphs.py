@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.buffer_pool import BufferPool
 from implicit_blocks.cuda.capture import capture, cast_cache_disabled, temporary_leaves
-from implicit_blocks.models.stack import ONE_CALL, BlockContext, BoundMap, Steps
+from implicit_blocks.models.map_steps import ONE_CALL, Steps
+from implicit_blocks.models.stack import BlockContext, BoundMap
 from implicit_blocks.ops.backends import first_derivatives_only
 from implicit_blocks.weights.cache import WeightCache, modules_of
 
@@ -164,10 +165,10 @@ class MapGraphs:
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
             self._pool = self._beside = buffers = None
         if buffers is None:
-            weights = next(
-                iter(b.weights for b in self._buffers.values() if b.weights.alike(f.weights)), None
-            )
-            buffers = self._buffers[key] = _Buffers(f, weights)
+            others = list(self._buffers.values())
+            weights = next((b.weights for b in others if b.weights.alike(f.weights)), None)
+            given = next((b.given for b in others if b.given.alike(f)), None)
+            buffers = self._buffers[key] = _Buffers(weights or _Weights(f.weights), given or _Given(f))
         buffers.load(f)
         self._last = None
         return buffers
@@ -197,7 +198,7 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
     if not plain:
         return None
     given = tuple((name, t.shape, t.dtype) for name, t in _given(f))
-    return (z_BLD.shape, z_BLD.dtype, given, _autocast(), z_BLD.device)
+    return (z_BLD.shape, z_BLD.dtype, given, _autocast(), z_BLD.device, f.weights.low_precision)
 
 
 def _given(f: BoundMap) -> list[tuple[Hashable, Tensor]]:
@@ -228,20 +229,26 @@ def _autocast() -> torch.dtype | None:
 
 
 class _Weights:
-    """A copy of cached weights, shared by the graphs that use weights of these shapes and dtypes."""
+    """A copy of cached weights, shared by the graphs that use weights of these shapes and dtypes.
+
+    Weights of low precision, which have the same memory in all passes, are not copied.
+    """
 
     def __init__(self, cached: WeightCache) -> None:
-        self.copy = cached.copied()
+        with torch.inference_mode(False), torch.no_grad():
+            self.copy = cached if cached.low_precision else cached.copied()
         self._of: ReferenceType[WeightCache] | None = None
 
     def alike(self, cached: WeightCache) -> bool:
+        if self.copy.low_precision or cached.low_precision:
+            return self.copy is cached
         return [(t.shape, t.dtype) for t in self.copy.tensors()] == [
             (t.shape, t.dtype) for t in cached.tensors()
         ]
 
     def hold(self, cached: WeightCache) -> bool:
         """Whether these weights were copied last."""
-        return self._of is not None and self._of() is cached
+        return self.copy is cached or (self._of is not None and self._of() is cached)
 
     def load(self, cached: WeightCache) -> None:
         if not self.hold(cached):
@@ -249,33 +256,53 @@ class _Weights:
             self._of = ref(cached)
 
 
-class _Buffers:
-    """The input buffers of graphs of one shape: weights, injection, dropout masks."""
+class _Given:
+    """Copies of the other inputs of a pass: injection, row indices, token IDs, dropout masks."""
 
-    def __init__(self, f: BoundMap, weights: _Weights | None) -> None:
+    def __init__(self, f: BoundMap) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self.weights = weights if weights is not None else _Weights(f.weights)
-            self._own = {name: t.detach().clone() for name, t in _given(f)}
+            self.own = {name: t.detach().clone() for name, t in _given(f)}
         self._of: list[ReferenceType[Tensor]] = []
+
+    def alike(self, f: BoundMap) -> bool:
+        """Whether the inputs have these names, shapes, dtypes and devices."""
+        kinds = [(name, t.shape, t.dtype, t.device) for name, t in self.own.items()]
+        return kinds == [(name, t.shape, t.dtype, t.device) for name, t in _given(f)]
+
+    def hold(self, f: BoundMap) -> bool:
+        """Whether these inputs were copied last."""
+        given = _given(f)
+        return len(given) == len(self._of) and all(
+            known() is t for known, (_, t) in zip(self._of, given, strict=True)
+        )
+
+    def load(self, f: BoundMap) -> None:
+        if not self.hold(f):
+            given = _given(f)
+            for name, t in given:
+                self.own[name].copy_(t)
+            self._of = [ref(t) for _, t in given]
+
+
+class _Buffers:
+    """The input buffers of graphs of one shape, which graphs of other shapes may share in part."""
+
+    def __init__(self, weights: _Weights, given: _Given) -> None:
+        self.weights, self.given = weights, given
 
     def hold(self, f: BoundMap) -> bool:
         """Whether the buffers contain the inputs of this map."""
-        if not self.weights.hold(f.weights):
-            return False
-        return all(known() is t for known, (_, t) in zip(self._of, _given(f), strict=True))
+        return self.weights.hold(f.weights) and self.given.hold(f)
 
     @torch.no_grad()
     def load(self, f: BoundMap) -> None:
         """Copy the inputs of a pass into the buffers."""
         self.weights.load(f.weights)
-        given = _given(f)
-        for name, t in given:
-            self._own[name].copy_(t)
-        self._of = [ref(t) for _, t in given]
+        self.given.load(f)
 
     def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
         """Return the map on these buffers; with gradients they are autograd leaves on the same memory."""
-        weights, own = self.weights.copy, self._own
+        weights, own = self.weights.copy, self.given.own
         u, e = own.get("u"), own.get("e")
         if with_gradients:
             weights = weights.as_leaves(f.weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,13 @@ from implicit_blocks._utils.describe import described
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.layers import RMSNorm, add_weight_norm
+from implicit_blocks.models.map_steps import ONE_CALL, MapCapture, Steps
 from implicit_blocks.models.specs import NormPlacement
 from implicit_blocks.models.specs import Stack as StackLayout
 from implicit_blocks.registry import build
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.weights.cache import WeightCache
+from implicit_blocks.weights.quantized import QuantizedWeights
 from implicit_blocks.windows import Window
 
 
@@ -154,23 +156,6 @@ def dropout_masks(z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor]:
 Value = TypeVar("Value", Tensor, Stream)
 
 
-class Steps(NamedTuple):
-    """Consecutive calls of a map: ``calls`` times ``z ← (1 − λ) z + λ f(z)``, where λ is the damping."""
-
-    calls: int = 1
-    damping: float = 1.0
-
-
-ONE_CALL = Steps()
-
-
-class MapCapture(Protocol):
-    """Captured CUDA graphs of a map; ``implicit_blocks.models.map_graphs.MapGraphs`` is one."""
-
-    def call(self, f: BoundMap, z_BLD: Tensor, steps: Steps = ...) -> Tensor:
-        """Return the point after ``steps``, (B, L, D)."""
-
-
 class Stack(nn.Module):
     """``z → norm(layer_n(… layer_1(z, u) …, u))``; without a norm the last layer's stream.
 
@@ -217,6 +202,8 @@ class Stack(nn.Module):
         """The unit whose activations backward recomputes: whole calls of the map, or its layers."""
         self.graphs: MapCapture | None = None
         """The captured graphs of the map, if enabled."""
+        self.quantized: QuantizedWeights | None = None
+        """The weights of the first calls of a search in training, if these are in 8-bit floats."""
         self.gradients_by_layer = False
         """Whether a layer's parameter gradients are complete when backward leaves it, for early exchange."""
         if weight_norm:
@@ -282,7 +269,8 @@ class Stack(nn.Module):
             )
             for block in self.blocks()
         )
-        return BoundMap(self, window, u_BLU, states, contexts, weights, injection, e_BLD)
+        low = self.quantized is not None and self.training
+        return BoundMap(self, window, u_BLU, states, contexts, weights, injection, e_BLD, low)
 
 
 @dataclass(frozen=True)
@@ -300,6 +288,7 @@ class BoundMap:
     weights: WeightCache
     injection: Injection | None = None
     e_BLD: Tensor | None = None
+    begins_low: bool = False
 
     @property
     def direct(self) -> bool:
@@ -327,6 +316,12 @@ class BoundMap:
         Without gradients they run eagerly.
         """
         return self._apply(z_BLD, Steps(count, damping))
+
+    def low_precision(self) -> BoundMap | None:
+        """Return the map with weights in 8-bit floats, for the first calls of a search in training."""
+        quantized = self.stack.quantized
+        weights = None if quantized is None else quantized.of(self.weights)
+        return None if weights is None else replace(self, weights=weights, begins_low=False)
 
     def _apply(self, z_BLD: Tensor, steps: Steps) -> Tensor:
         again = self.stack.activation_checkpointing if torch.is_grad_enabled() else "none"

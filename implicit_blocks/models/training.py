@@ -12,6 +12,7 @@ from torch import nn
 from implicit_blocks.depths.depth import Depth
 from implicit_blocks.models.map_graphs import MapGraphs
 from implicit_blocks.models.stack import Stack
+from implicit_blocks.weights.quantized import QuantizedWeights
 
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "realize_acc_reads_threshold": 40,  # keeps a convolution over projection and injection in one kernel
@@ -23,6 +24,7 @@ class TrainingMethods(nn.Module):
     """Switches and parameter groups of a model whose layers are in stacks: prelude, core, coda."""
 
     embedding: nn.Embedding
+    backbone: Stack
     depth: Depth | None
 
     @abstractmethod
@@ -52,6 +54,26 @@ class TrainingMethods(nn.Module):
         """
         for stack in self.stacks():
             stack.graphs = MapGraphs() if enabled else None
+
+    def quantize_search(self, dtype: torch.dtype | None = torch.float8_e4m3fn) -> None:
+        """Begin searches in training with weights and activations in 8-bit floats; None: full precision.
+
+        Products of the core's linear layers then have one scale per row of each factor. A search continues in
+        full precision once its residual is near the tolerance, and with its last iteration at the latest, so
+        that its solution, its status and all gradients are those of full precision
+        (``implicit_blocks.search.two_stages``). Worth it on GPUs with matrix units for 8-bit floats, for wide
+        models. Layers of unsupported shapes stay in full precision, and so do, with the reason in the log,
+        searches on other GPUs. On a CPU the products are emulated, as a slow reference.
+
+        Raises:
+            ValueError: another dtype.
+
+        """
+        if dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(
+                f"search_dtype is {dtype}; choose torch.float8_e4m3fn, or None for full precision"
+            )
+        self.backbone.quantized = None if dtype is None else QuantizedWeights()
 
     def checkpoint_activations(self, what: Literal["none", "steps", "layers"]) -> None:
         """Choose which activations backward recomputes instead of keeping them.

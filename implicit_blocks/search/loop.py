@@ -85,6 +85,7 @@ class Loop:
         # dimensions of a point before its features
         self.leading = 2 if self.stopping.scope == "prefix" else 1
         self.results: FullResults | None = None
+        self.calls = 0  # iterations taken
         self.lowest: list[float] = []  # lowest deciding residual of each call, where the kernel reports it
         self.reader = AsyncHostCopy() if self.z0.is_cuda else None
 
@@ -102,6 +103,7 @@ class Loop:
         self.state = State(z, z, status, solver_state, valid=self.valid, exit=exit_state)
         self.all_active = not (self.rule.prefix and self.valid is not None)
         for iteration in range(1, self.stopping.max_iterations + 1):
+            self.calls = iteration
             if fz is None:
                 fz = self.call(self.state.z, self.state.valid)
             value, improved, row_counts = self.observe(fz)

@@ -16,7 +16,13 @@ from torch import Tensor
 from implicit_blocks._utils.describe import described
 from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.exits.exit import Exit
-from implicit_blocks.interfaces import GradientEstimator, Map, SearchingSolver, Solver
+from implicit_blocks.interfaces import (
+    GradientEstimator,
+    LowPrecisionMap,
+    Map,
+    SearchingSolver,
+    Solver,
+)
 from implicit_blocks.ops.backends import is_forward_mode, is_transformed, is_vmapped
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
@@ -25,6 +31,7 @@ from implicit_blocks.search.loops import LoopCounts, run_loops
 from implicit_blocks.search.policies import LookAhead, MovingAverage, PrefixCommit
 from implicit_blocks.search.state import RowCompaction, StatusRule
 from implicit_blocks.search.trace import Trace
+from implicit_blocks.search.two_stages import search_in_two_stages
 from implicit_blocks.search.windowed import WindowedSearch
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
@@ -66,7 +73,8 @@ class Search:
             value of an element is its last one; a row that has diverged keeps its start.
         trajectory: numbers of calls t ≥ 1 after which the point is kept, for ``Solution.trajectory``.
 
-    A ``SearchingSolver`` runs the search itself, by its own stopping rule.
+    A ``SearchingSolver`` runs the search itself, by its own stopping rule. Other searches begin with the
+    approximation of a ``LowPrecisionMap``, if it has one (``implicit_blocks.search.two_stages``).
 
     An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm
     of the element, divided by ``‖f(z)‖ + 1e-9 · scale`` with a relative norm, without overflow
@@ -120,24 +128,30 @@ class Search:
         if isinstance(self.solver, SearchingSolver):
             with torch.no_grad():
                 return self.solver.run(f, z0.detach(), self)
+        with torch.no_grad():
+            if isinstance(f, LowPrecisionMap) and f.begins_low:
+                return search_in_two_stages(self, f, z0.detach())
+            return self.loop(f, z0.detach()).run()
+
+    def loop(self, f: Map, z0: Tensor) -> Loop:
+        """Return the loop that searches from ``z0`` (B, …), to be run without gradients."""
         prefix = self.stopping.scope == "prefix"
         average, multiple, compact = self.moving_average, self.commit_prefix, self.compact
-        with torch.no_grad():
-            return Loop(
-                f=f,
-                z0=z0.detach(),
-                solver=self.solver,
-                stopping=self.stopping,
-                valid=self.valid,
-                agree=self.agree,
-                lookahead=self.lookahead,
-                exit=self.exit,
-                averaging=None if average is None else MovingAverage(average),
-                compaction=RowCompaction(bucket_sizes=z0.is_cuda) if compact is True else compact or None,
-                commit=PrefixCommit(multiple) if multiple is not None and prefix else None,
-                trace=Trace(torch.promote_types(z0.dtype, torch.float32)) if self.trace else None,
-                trajectory=self.trajectory,
-            ).run()
+        return Loop(
+            f=f,
+            z0=z0,
+            solver=self.solver,
+            stopping=self.stopping,
+            valid=self.valid,
+            agree=self.agree,
+            lookahead=self.lookahead,
+            exit=self.exit,
+            averaging=None if average is None else MovingAverage(average),
+            compaction=RowCompaction(bucket_sizes=z0.is_cuda) if compact is True else compact or None,
+            commit=PrefixCommit(multiple) if multiple is not None and prefix else None,
+            trace=Trace(torch.promote_types(z0.dtype, torch.float32)) if self.trace else None,
+            trajectory=self.trajectory,
+        )
 
     def _take_loops(self, f: Map, z0: Tensor, loops: LoopCounts) -> Solution:
         residuals: list[Tensor] = []
