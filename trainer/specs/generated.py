@@ -119,6 +119,20 @@ class PuzzleSpec(DataSpec):
     """Number of training boards, each of which is shown in random symmetric variants."""
     held_out: Annotated[int, Field(ge=1, le=MAX_POOL)] = 512
     """Number of boards to evaluate on, likewise."""
+    tokens: Literal["cells", "values"] = "cells"
+    """`cells`: a token names the cell and what it contains, and the mixer needs no positions. `values`: it
+    names the content only, for mixers that know the rows and columns of the board, such as grid_conv; the
+    same model then reads boards of any size."""
+
+    @property
+    def values(self) -> int:
+        """Number of values of a cell."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """A token for every cell and value, or for every value."""
+        return self.values * (self.cells if self.tokens == "cells" else 1)
 
     @property
     def pools(self) -> tuple[tuple[str, int], ...]:
@@ -149,7 +163,10 @@ class PuzzleSpec(DataSpec):
     @model_validator(mode="after")
     def _whole_boards(self) -> Self:
         if self.seq_len != self.cells:
-            message = f"a board has {self.cells} cells, which are the tokens of a sequence; remove seq_len"
+            message = (
+                f"a board has {self.cells} cells, which are the tokens of a sequence; remove seq_len, or set "
+                f"it to {self.cells}"
+            )
             raise field_error(message, "seq_len", value=self.seq_len)
         if (self.path is None) != (self.validation_path is None):
             message = "path and validation_path go together: boards to train on, and others to evaluate on"
@@ -186,9 +203,9 @@ class SudokuSpec(PuzzleSpec):
         return self.order * self.order
 
     @property
-    def vocab_size(self) -> int:
-        """A token for every cell and digit, or none."""
-        return self.cells * (self.order + 1)
+    def values(self) -> int:
+        """The digits, or none."""
+        return self.order + 1
 
     @property
     def task(self) -> str:
@@ -218,6 +235,10 @@ class SudokuSpec(PuzzleSpec):
 class MazeSpec(PuzzleSpec):
     """Square mazes with a unique shortest path from a start to a goal."""
 
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        {"side", "seq_len", "openings", "shortest_path", "boards"}
+    )
+
     kind: Literal["maze"] = "maze"
     side: Annotated[int, Field(ge=4, le=64)] = 30
     """Rows and columns."""
@@ -234,18 +255,20 @@ class MazeSpec(PuzzleSpec):
         return self.side * self.side
 
     @property
-    def vocab_size(self) -> int:
-        """A token for every square and symbol."""
-        return self.cells * 5
+    def values(self) -> int:
+        """Wall, open, start, goal, and the path of solutions."""
+        return 5
 
     @property
     def task(self) -> str:
-        """Shortest paths in mazes of this side."""
-        return f"shortest paths in mazes of {self.side} x {self.side}"
+        """Shortest paths in mazes, of this side if the tokens name the cells."""
+        size = f" of {self.side} x {self.side}" if self.tokens == "cells" else ""
+        return f"shortest paths in mazes{size}"
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
-        return [f"{self.task}: {self.source()}, in random symmetric variants"]
+        size = f"mazes of {self.side} x {self.side}"
+        return [f"shortest paths in {size}: {self.source()}, in random symmetric variants"]
 
     @model_validator(mode="before")
     @classmethod

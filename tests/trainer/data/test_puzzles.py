@@ -85,6 +85,20 @@ def test_variants_of_a_maze_have_one_shortest_path(side):
         assert puzzle.guesses == solved.count(maze.PATH) + 1 >= 8
 
 
+@pytest.mark.parametrize("spec", [MazeSpec(side=6, boards=3, held_out=1), SudokuSpec(order=4, boards=3)])
+def test_tokens_of_values_are_the_contents_of_the_same_boards(spec):
+    named = spec.model_copy(update={"tokens": "values"})
+    with_cells, contents = (ib.build(each).batch(0, 8) for each in (spec, named))
+    assert (named.vocab_size, spec.vocab_size) == (5, 5 * spec.cells)
+    assert torch.equal(contents.inputs, with_cells.inputs - 5 * torch.arange(spec.cells))
+    assert torch.equal(contents.labels, with_cells.labels)
+
+
+def test_mazes_of_any_side_are_one_task_only_if_tokens_do_not_name_the_cells():
+    assert MazeSpec(side=6, tokens="values").task == MazeSpec(side=8, tokens="values").task
+    assert MazeSpec(side=6).task != MazeSpec(side=8).task
+
+
 def test_training_and_evaluation_have_different_boards():
     source = ib.build(SudokuSpec(order=4, boards=64, held_out=32))
     (held_out,) = source.evaluation_sets(EvaluationSpec(sequences=64)).values()

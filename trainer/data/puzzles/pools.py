@@ -1,6 +1,7 @@
 """Puzzles as training data: pools of boards, generated or read, and their symmetric variants as sequences.
 
-Token ``values·cell + value`` of a cell says what it contains; the label is the value of the solved board.
+Token ``values·cell + value`` of a cell says what it contains, or token ``value``, where the mixer knows the
+cells; the label is the value of the solved board.
 Every draw takes a board of the pool and a random symmetry, so that a pool of thousands gives millions of
 boards. Training and evaluation have pools of their own.
 """
@@ -31,6 +32,7 @@ class PuzzleTask(Task):
         training: boards to train on.
         held_out: boards to evaluate on.
         values: number of values of a cell.
+        cell_tokens: whether a token names the cell too, and not only its value.
         vary: draws symmetries: given draws and the boards (B, cells) before and after solving, returns their
             variants.
 
@@ -42,21 +44,24 @@ class PuzzleTask(Task):
         held_out: Sequence[Puzzle],
         *,
         values: int,
+        cell_tokens: bool,
         vary: Callable[[Draws, Integers, Integers], tuple[Integers, Integers]],
     ) -> None:
         self._pools = [
             (np.array([p.givens for p in pool]), np.array([p.solution for p in pool]))
             for pool in (training, held_out)
         ]
-        self._values, self._vary = values, vary
-        self.vocab_size = values * self._pools[0][0].shape[1]
+        cells = self._pools[0][0].shape[1]
+        self._vary = vary
+        self._first_tokens = values * np.arange(cells) if cell_tokens else np.zeros(cells, np.int64)
+        self.vocab_size = values * cells if cell_tokens else values
 
     def draw(self, draws: Draws, length: int, *, evaluation: bool) -> tuple[Integers, Integers]:
         """See `Task.draw`."""
         givens, solutions = self._pools[evaluation]
         chosen = draws.integers(len(givens), BLOCK)
         varied, solved = self._vary(draws, givens[chosen], solutions[chosen])
-        return varied + self._values * np.arange(length), solved
+        return varied + self._first_tokens, solved
 
 
 def build_sudoku(spec: SudokuSpec, *, seed: int = 0, vocab_size: int | None = None) -> GeneratedData:
@@ -81,7 +86,7 @@ def build_sudoku(spec: SudokuSpec, *, seed: int = 0, vocab_size: int | None = No
         pools = [_sudokus(order, count, spec.givens, spec.guesses, kind) for kind, count in spec.pools]
     else:
         pools = [[board.puzzle(sudoku.solve) for board in file] for file in read_files(spec)]
-    task = PuzzleTask(*pools, values=order + 1, vary=vary)
+    task = PuzzleTask(*pools, values=spec.values, cell_tokens=spec.tokens == "cells", vary=vary)
     check_vocabulary(task.vocab_size, vocab_size, what="the boards")
     return GeneratedData(task, length=spec.seq_len, seed=seed, fixed_length=True)
 
@@ -106,7 +111,7 @@ def build_maze(spec: MazeSpec, *, seed: int = 0, vocab_size: int | None = None) 
         ]
     else:
         pools = [[board.puzzle(maze.solve) for board in file] for file in read_files(spec)]
-    task = PuzzleTask(*pools, values=len(maze.SYMBOLS), vary=vary)
+    task = PuzzleTask(*pools, values=spec.values, cell_tokens=spec.tokens == "cells", vary=vary)
     check_vocabulary(task.vocab_size, vocab_size, what="the mazes")
     return GeneratedData(task, length=spec.seq_len, seed=seed, fixed_length=True)
 

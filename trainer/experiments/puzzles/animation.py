@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 COLORS = {maze.WALL: "#3e4c59", maze.OPEN: "white", maze.START: GREEN, maze.GOAL: ORANGE, maze.PATH: BLUE}
 
-
+MOST_FRAMES = 64
+"""Iterations that are drawn; of a longer search every second, every third, and so on."""
 AFTER = 6
 """Iterations that are drawn after the answer is final."""
 
 
 @torch.no_grad()
 def animate(model: ImplicitLM, batch: Batch, spec: PuzzleSpec, path: Path, *, iterations: int) -> Path:
-    """Write the solution of a board as a GIF: one frame per iteration until its answer is final.
+    """Write the solution of a board as a GIF: a frame per iteration, or some, until its answer is final.
 
     The board is the solved one that took the most iterations. A digit or square is drawn as opaque as the
     model is sure of it.
@@ -50,11 +51,12 @@ def animate(model: ImplicitLM, batch: Batch, spec: PuzzleSpec, path: Path, *, it
     ]
     probabilities = probabilities[: final_answer(probabilities) + AFTER]
     side = math.isqrt(batch.inputs.shape[1])
-    values = model.spec.vocab_size // side**2
-    givens = (batch.inputs[row].cpu() % values).tolist()
+    givens = (batch.inputs[row].cpu() % spec.values).tolist()
     figure = new_figure(width=3.4, height=3.7, title="")
     axes = figure.subplots()
-    frames = [*range(len(probabilities)), *[len(probabilities) - 1] * 8]  # the last frame stays
+    stride = -(-len(probabilities) // MOST_FRAMES)
+    frames = list(range((len(probabilities) - 1) % stride, len(probabilities), stride))  # with the last one
+    frames += frames[-1:] * 8  # which stays
 
     def show(frame: int) -> list[Artist]:
         axes.clear()

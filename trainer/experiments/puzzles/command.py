@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.experiments.common.options import add_checkpoint, add_device
+from trainer.experiments.common.options import add_changes, add_checkpoint, add_device
 
 HELP = "solve puzzles with more iterations and more starts, from one trained model"
 
@@ -36,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="standard deviation of the noise added to the model's own start (1.0)",
     )
     parser.add_argument("--boards", type=int, default=256, metavar="N", help="evaluation boards (256)")
+    add_changes(parser)
     add_device(parser)
 
 
@@ -50,5 +51,6 @@ def run_command(folder: Path, options: argparse.Namespace) -> str:
         restarts=options.restarts,
         noise=options.noise,
         boards=options.boards,
+        overrides=options.set,
         device=options.device,
     )

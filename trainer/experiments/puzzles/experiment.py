@@ -39,6 +39,7 @@ def run(
     restarts: int,
     noise: float,
     boards: int,
+    overrides: Sequence[str] = (),
     device: str = "auto",
 ) -> str:
     """Solve held-out boards, write ``puzzles.json``, ``puzzles.png`` and ``puzzle.gif``, return a summary.
@@ -50,6 +51,7 @@ def run(
         restarts: number R of starts per board, the first of which is the model's own.
         noise: standard deviation of the noise that the others add to it.
         boards: number B of evaluation boards.
+        overrides: changes to the run's spec, such as harder or larger boards.
         device: name of the device.
 
     Raises:
@@ -62,7 +64,7 @@ def run(
     if noise <= 0 and restarts > 1:
         raise ValueError(f"noise is {noise}, with which all starts are equal; give a positive number")
     place = choose_device(device)
-    name, spec, weights = find_trained_run(checkpoint)
+    name, spec, weights = find_trained_run(checkpoint, overrides)
     if not isinstance(spec.data, PuzzleSpec):
         raise ValueError(f"the data of {checkpoint} are of kind {spec.data.kind!r}; give a run of puzzles")
     batch = evaluation_batch(spec, sequences=boards, length=None).to(place)
