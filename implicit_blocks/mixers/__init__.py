@@ -367,7 +367,7 @@ class GridConvSpec(MixerSpec):
     """Rows and columns of the kernel, an odd number."""
     d_inner: PositiveInt | None = None
     """Width E of the gate and of the values that it multiplies; null: d_model."""
-    bias: bool = True
+    bias: bool = False
     """Whether the convolution and the output projection have biases."""
 
     @model_validator(mode="after")
@@ -395,8 +395,7 @@ class GridConvSpec(MixerSpec):
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the convolution and of the output projection."""
         inner, size = self.inner_width(d_model), self.kernel_size
-        shapes: dict[str, tuple[int, ...]] = {"conv.weight": (2 * inner, d_model, size, size)}
-        shapes |= {"conv.bias": (2 * inner,)} if self.bias else {}
+        shapes = linear_shapes("conv", 2 * inner, size * size * d_model, bias=self.bias)
         return shapes | linear_shapes("out_proj", d_model, inner, bias=self.bias)
 
     def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:

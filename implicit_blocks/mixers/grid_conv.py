@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.interfaces import Mixer
-from implicit_blocks.layers import Linear, reset_linear_
+from implicit_blocks.layers import Linear
 from implicit_blocks.mixers import GridConvSpec
 from implicit_blocks.ops.grid_conv import gathered_grid_conv, grid_conv, neighbors
 from implicit_blocks.windows import Window
@@ -37,20 +37,6 @@ class GridContext(NamedTuple):
 
     columns: int
     neighbors_BLK: Tensor | None = None
-
-
-class GridWeights(nn.Module):
-    """Weights (2E, D, k, k) and bias (2E,) or None of a convolution over rows and columns."""
-
-    def __init__(self, d_model: int, channels: int, kernel_size: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, d_model, kernel_size, kernel_size))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialize as torch does for convolutions."""
-        reset_linear_(self)
 
 
 class GridConv(Mixer):
@@ -76,7 +62,8 @@ class GridConv(Mixer):
         spec.check(d_model)
         self.columns, self.kernel_size = spec.columns, spec.kernel_size
         self.d_inner = spec.inner_width(d_model)
-        self.conv = GridWeights(d_model, 2 * self.d_inner, spec.kernel_size, bias=spec.bias)
+        # Its weight is that of a linear map of the K · D values under the kernel, and is cached like one.
+        self.conv = Linear(spec.kernel_size**2 * d_model, 2 * self.d_inner, bias=spec.bias)
         self.out_proj = Linear(self.d_inner, d_model, bias=spec.bias)
 
     @property
@@ -122,13 +109,12 @@ class GridConv(Mixer):
 
     def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: tuple[()], context: GridContext) -> Tensor:
         """Mix the cells of each board."""
-        weight, bias = self.conv.weight, self.conv.bias
+        weight, bias = self.conv.current()
         z_BLD = z_BLD.to(weight.dtype)
         if context.neighbors_BLK is None:
-            h_BLU = grid_conv(z_BLD, weight, columns=context.columns)
+            h_BLU = grid_conv(z_BLD, weight, bias, columns=context.columns)
         else:
-            h_BLU = gathered_grid_conv(z_BLD, weight, context.neighbors_BLK)
-        h_BLU = h_BLU if bias is None else h_BLU + bias
+            h_BLU = gathered_grid_conv(z_BLD, weight, bias, context.neighbors_BLK)
         gate, value = (h_BLU if u_BLU is None else h_BLU + u_BLU).chunk(2, dim=-1)
         mixed: Tensor = self.out_proj(F.silu(gate) * value)
         return mixed

@@ -4,11 +4,15 @@ Token i is in row ``i // M`` and column ``i % M``; cells outside of the board ar
 torch's convolution of boards without padding. ``gathered_grid_conv``, its plain reference, collects the cells
 under the kernel by their index, so that tokens may be anywhere in the row of a batch.
 
+The weights are those of a linear map of all values under the kernel, tap by tap in reading order.
+
 Shape legend: B batch, L tokens, D input width, C output channels, k size of the kernel, K = k² taps,
-M columns of the board.
+F = K · D values under the kernel, M columns of the board.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,15 +21,17 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks._utils.padding import PaddingPermutation
 
 
-def grid_conv(z_BLD: Tensor, weight_CDkk: Tensor, *, columns: int) -> Tensor:
+def grid_conv(z_BLD: Tensor, weight_CF: Tensor, bias_C: Tensor | None, *, columns: int) -> Tensor:
     """Convolve boards in reading order, (B, L, D) to (B, L, C); the last row may be incomplete."""
     batch, length, width = z_BLD.shape
-    rows = -(-length // columns)
+    rows, size = -(-length // columns), math.isqrt(weight_CF.shape[1] // width)
     if missing := rows * columns - length:
         z_BLD = F.pad(z_BLD, (0, 0, 0, missing))
-    board = z_BLD.reshape(batch, rows, columns, width).permute(0, 3, 1, 2)  # channels last in memory
-    mixed = F.conv2d(board, weight_CDkk, padding=weight_CDkk.shape[-1] // 2)
-    return mixed.permute(0, 2, 3, 1).reshape(batch, rows * columns, len(weight_CDkk))[:, :length]
+    # Boards and kernels have their channels last in memory, the layout of the fast kernels on a GPU.
+    board = z_BLD.reshape(batch, rows, columns, width).permute(0, 3, 1, 2)
+    kernel = weight_CF.view(-1, size, size, width).permute(0, 3, 1, 2)
+    mixed = F.conv2d(board, kernel, bias_C, padding=size // 2)
+    return mixed.permute(0, 2, 3, 1).reshape(batch, rows * columns, -1)[:, :length]
 
 
 def neighbors(
@@ -55,10 +61,11 @@ def neighbors(
     return torch.where(inside, order_BLK.gather(1, cell_BLK.clamp(0, length - 1)), length)
 
 
-def gathered_grid_conv(z_BLD: Tensor, weight_CDkk: Tensor, neighbors_BLK: Tensor) -> Tensor:
+def gathered_grid_conv(
+    z_BLD: Tensor, weight_CF: Tensor, bias_C: Tensor | None, neighbors_BLK: Tensor
+) -> Tensor:
     """Convolve the tokens with those under each tap, (B, L, D) to (B, L, C); the index L is a zero."""
     batch, length, width = z_BLD.shape
     with_zero = F.pad(z_BLD, (0, 0, 0, 1))
     index = neighbors_BLK.flatten(1)[:, :, None].expand(-1, -1, width)
-    taps_BLKD = with_zero.gather(1, index).view(batch, length, -1, width)
-    return torch.einsum("blkd,cdk->blc", taps_BLKD, weight_CDkk.flatten(2))
+    return F.linear(with_zero.gather(1, index).view(batch, length, -1), weight_CF, bias_C)

@@ -11,7 +11,7 @@ from implicit_blocks.testing import MIXER_CONTRACTS
 
 SPECS = {
     "square": ib.GridConvSpec(),
-    "columns": ib.GridConvSpec(columns=4, d_inner=6, bias=False),
+    "columns": ib.GridConvSpec(columns=4, d_inner=6, bias=True),
     "kernel-5": ib.GridConvSpec(columns=3, kernel_size=5),
 }
 
