@@ -52,6 +52,7 @@ def mamba2(**fields: Any) -> dict[str, Any]:
         (2, {"training": {"optimizer": {"kind": "muon", "learning_rate": 1e-3}}}, ("muon", "adamw")),
         (2, {"training": {"cuda_graphs": True}}, ("training.cuda_graphs",)),
         (2, {"training": {"compile_layers": True}}, ("training.compile_layers",)),
+        (2, {"training": {"search_dtype": "float8_e4m3fn"}}, ("training.search_dtype",)),
     ],
 )
 def test_a_model_that_ranks_cannot_divide_is_refused(

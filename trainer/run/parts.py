@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from implicit_blocks import registry
@@ -14,7 +15,13 @@ from trainer.checkpoint.rng import seed_everything
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.distributed import Layout, Ranks, lay_out
 from trainer.run.init_from import Origin, read_start
-from trainer.run.trainable_model import CapturesGraphs, CheckpointsActivations, ChecksInputs, CompilesLayers
+from trainer.run.trainable_model import (
+    CapturesGraphs,
+    CheckpointsActivations,
+    ChecksInputs,
+    CompilesLayers,
+    QuantizesSearch,
+)
 from trainer.specs.run import RunSpec
 
 
@@ -65,8 +72,8 @@ def lay_out_model(spec: RunSpec, model: nn.Module, ranks: Ranks) -> Layout:
     """Lay the model out over the ranks; switch on CUDA graphs where the spec asks and the layout allows it.
 
     Raises:
-        ValueError: these ranks or this model do not support the layout, or the model does not support CUDA
-            graphs.
+        ValueError: these ranks or this model do not support the layout, the model does not support CUDA
+            graphs, or the layout no searches in 8-bit floats.
 
     """
     training = spec.training
@@ -75,6 +82,11 @@ def lay_out_model(spec: RunSpec, model: nn.Module, ranks: Ranks) -> Layout:
         if not isinstance(model, CapturesGraphs):
             raise _unsupported(spec, "capture_graphs", "training.cuda_graphs=false")
         model.capture_graphs()
+    if training.search_dtype is not None and (kind := layout.resolved.kind) not in ("none", "ddp"):
+        raise ValueError(
+            f"training.search_dtype is {training.search_dtype}, which needs whole weights on every rank, and "
+            f"{kind} divides them; set training.search_dtype=null, or training.distributed.kind=ddp"
+        )
     return layout
 
 
@@ -102,6 +114,10 @@ def _model(spec: RunSpec) -> nn.Module:
         if not isinstance(model, CompilesLayers):
             raise _unsupported(spec, "compile_layers", "training.compile_layers=false")
         model.compile_layers()
+    if spec.training.search_dtype is not None:
+        if not isinstance(model, QuantizesSearch):
+            raise _unsupported(spec, "quantize_search", "training.search_dtype=null")
+        model.quantize_search(getattr(torch, spec.training.search_dtype))
     checkpoints = any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs())
     if checkpoints and not isinstance(model, CheckpointsActivations):
         raise _unsupported(spec, "checkpoint_activations", "training.checkpoint_activations=none")

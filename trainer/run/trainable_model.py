@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from implicit_blocks.interfaces import GradientEstimator
@@ -94,6 +95,14 @@ class CapturesGraphs(Protocol):
 
 
 @runtime_checkable
+class QuantizesSearch(Protocol):
+    """Supports ``training.search_dtype``."""
+
+    def quantize_search(self, dtype: torch.dtype | None) -> None:
+        """Begin searches in training with products in this dtype."""
+
+
+@runtime_checkable
 class CheckpointsActivations(Protocol):
     """Supports ``training.checkpoint_activations``."""
 
@@ -162,8 +171,8 @@ if TYPE_CHECKING:  # the type checker verifies that each model implements its pr
 
     def _implicit_model(
         model: ImplicitLM,
-    ) -> tuple[Reconfigures, CapturesGraphs, AgreesOnStopping, SearchesFixedPoints]:
-        return model, model, model, model
+    ) -> tuple[Reconfigures, CapturesGraphs, QuantizesSearch, AgreesOnStopping, SearchesFixedPoints]:
+        return model, model, model, model, model
 
     def _transformers_model(
         model: TransformersLM,

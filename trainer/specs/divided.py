@@ -42,7 +42,7 @@ def check_divided(spec: RunSpec) -> None:
     for name, ranks in (("tensor", training.distributed.tensor), ("context", training.distributed.context)):
         if ranks == 1:
             continue
-        reason = _captured(training) or _unsupported(spec.model)
+        reason = _captured(training) or _quantized(training) or _unsupported(spec.model)
         if reason is None and name == "tensor":
             reason = _heads(spec.model, ranks) or _optimizer(training)
         elif reason is None:
@@ -61,6 +61,12 @@ def _captured(training: TrainingSpec) -> str | None:
         if getattr(training, name):
             return f"layers that communicate are neither captured nor compiled; set training.{name} to false"
     return None
+
+
+def _quantized(training: TrainingSpec) -> str | None:
+    if training.search_dtype is None:
+        return None
+    return f"such ranks search in {training.precision}; set training.search_dtype to null"
 
 
 def _unsupported(model: ModelSpec) -> str | None:

@@ -81,6 +81,11 @@ class TrainingSpec(Spec):
     """Capture the model's map as CUDA graphs: each iteration of the search is one launch, which helps when
     many small kernels keep the host busy. Keeps a second copy of weights and gradients in the compute type;
     has no effect on the CPU and with sharded weights, whose addresses change."""
+    search_dtype: Literal["float8_e4m3fn"] | None = None
+    """Type of the matrix products in the first iterations of a search: 8-bit floats, which Hopper and Ada
+    GPUs multiply faster than bfloat16. The last iteration and everything that is differentiated are in
+    `precision`, and only they decide about convergence. Null: `precision` throughout. GPUs without such
+    products, and layers of unsupported shapes, keep `precision`; the log has the reason."""
     distributed: DistributedSpec = DistributedSpec()
     """How the run is distributed over its processes."""
     checkpoint_activations: CheckpointActivations = "none"

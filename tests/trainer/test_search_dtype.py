@@ -1,0 +1,41 @@
+"""Runs whose searches begin in 8-bit floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from trainer.reporting.metrics import read_metrics
+from trainer.run import parts
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+def test_searches_in_8_bit_floats_end_at_the_same_fixed_points(small: Small, tmp_path: Path) -> None:
+    tight = {"model.stopping": {"tolerance": 1e-6, "max_iterations": 100}, "training.max_steps": 4}
+    for name, dtype in (("plain", None), ("quantized", "float8_e4m3fn")):
+        build(small(tight | {"training.search_dtype": dtype}), output=tmp_path / name, device="cpu").train()
+    plain, quantized = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "quantized"))
+    assert [row["iterations"] for row in plain] != [row["iterations"] for row in quantized]
+    for row, other in zip(plain, quantized, strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
+        assert other["residual"] <= 1e-6
+
+
+def test_models_and_layouts_that_lack_it_are_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = small({"training.search_dtype": "float8_e4m3fn"})
+    layout: Any = SimpleNamespace(resolved=SimpleNamespace(kind="fsdp"))
+    monkeypatch.setattr(parts, "lay_out", lambda *_, **__: layout)
+    ranks: Any = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    with pytest.raises(ValueError, match=r"fsdp divides them; set training.search_dtype=null"):
+        parts.lay_out_model(spec, nn.Linear(1, 1), ranks)
+    monkeypatch.setattr("trainer.run.parts.registry.build", lambda *_, **__: nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"quantize_search; set training.search_dtype=null"):
+        parts._model(spec)
