@@ -43,15 +43,23 @@ class Phantom(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then take the differentiated steps."""
         solution = search(f, z0)
-        z, rows = solution.z, None
-        if solution.some_diverged():
-            f, rows = replace_diverged(f, z0, solution)
-            z = z[rows]
-        if isinstance(f, SteppingMap):
-            z = f.damped_steps(z, count=self.steps, damping=self.damping)
-        else:
-            for _ in range(self.steps):
-                z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
+        # On a GPU the steps are launched before the flag is read, for which it would wait: in vain where some
+        # rows have diverged.
+        flag = solution.diverged_flag() if solution.z.is_cuda else None
+        some_diverged = flag is None and solution.some_diverged()
+        while True:
+            z, rows = solution.z, None
+            if some_diverged:
+                f, rows = replace_diverged(f, z0, solution)
+                z = z[rows]
+            if isinstance(f, SteppingMap):
+                z = f.damped_steps(z, count=self.steps, damping=self.damping)
+            else:
+                for _ in range(self.steps):
+                    z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
+            if flag is None or not flag.read():
+                break
+            flag, some_diverged = None, True
         return solution.with_value(z if rows is None else restore_diverged(z, solution.z, solution))
 
 
