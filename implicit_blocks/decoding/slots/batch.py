@@ -92,6 +92,8 @@ class SlotBatch:
         dtype = embedding.dtype
         if self._autocast is not None and dtype != torch.float64:
             dtype = self._autocast
+        self.dtype = dtype
+        """The dtype of keys, values and products."""
         self.weights = model.cache_weights()
         self.head = (embedding if model.head is None else model.head.weight).to(dtype)
         self.states = [

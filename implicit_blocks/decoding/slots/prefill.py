@@ -10,6 +10,8 @@ Shape legend: L tokens of a prompt.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.decoding.slots.batch import SlotBatch, commit_prompts, encode_window
 from implicit_blocks.decoding.slots.texts import Text
+from implicit_blocks.mixers.attention.state import AttentionState
 from implicit_blocks.windows import SequenceState
 
 Key = tuple[float | None, int | None, tuple[int, ...]]
@@ -81,7 +84,8 @@ class Prefill:
 
     def enter(self, slot: int, text: Text) -> None:
         """Queue the prompt of a text."""
-        self._progress[slot] = text, self.batch.model.initial_state(1)
+        empty = self.batch.model.initial_state(1)
+        self._progress[slot] = text, _with_room(empty, text.ids.shape[1], dtype=self.batch.dtype)
 
     def leave(self, slot: int) -> None:
         """Drop the prompt of a slot, if there is one."""
@@ -93,7 +97,8 @@ class Prefill:
         if not self._progress:
             return None
         slot, (text, state) = next(iter(self._progress.items()))
-        state = self._known(text) or state if state.length == 0 else state
+        if state.length == 0 and (known := self._known(text)) is not None:
+            state = _with_room(known, text.ids.shape[1])
         end = min(state.length + self.chunk, text.ids.shape[1])
         encoded = encode_window(
             self.batch,
@@ -107,7 +112,7 @@ class Prefill:
         if end < text.ids.shape[1]:
             self._progress[slot] = text, encoded.state
             if self.cache.max_bytes:
-                self.cache.store(_key(text, end), encoded.state)
+                self.cache.store(_key(text, end), _with_room(encoded.state, end))
             return None
         commit_prompts(self.batch, [slot], encoded, length=end)
         del self._progress[slot]
@@ -145,6 +150,20 @@ def check_prefill(chunk: int | None, cache_bytes: int, window_length: int | None
         raise ValueError(
             f"prefix_cache_bytes is {cache_bytes}, and prefixes are those of chunks; set prefill_chunk too"
         )
+
+
+def _with_room(state: SequenceState, tokens: int, *, dtype: torch.dtype | None = None) -> SequenceState:
+    """Return a copy of a state whose keys and values have room for ``tokens`` tokens, in ``dtype`` if given.
+
+    Chunks then write after the committed tokens in place: without room, each call of a search would copy all
+    keys and values.
+    """
+
+    def moved(layer: Any) -> Any:
+        return layer.with_room(tokens, dtype=dtype) if isinstance(layer, AttentionState) else layer
+
+    layers = pytree.tree_map(moved, state.layers, is_leaf=lambda layer: isinstance(layer, AttentionState))
+    return replace(state, layers=layers)
 
 
 def _key(text: Text, end: int) -> Key:
