@@ -21,7 +21,7 @@ from implicit_blocks.ops.ssd import mamba_ssm
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.mamba2_parts import Added
 
-__all__ = ["Mamba2Sizes", "eligible", "mamba2_mix", "suits"]
+__all__ = ["Mamba2Sizes", "divide", "eligible", "mamba2_mix", "suits"]
 
 
 class Mamba2Sizes(NamedTuple):
@@ -160,7 +160,7 @@ def _mix(
         by_block = not _one_chunk(projected.shape[1], shape)
         steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=by_block)
         if by_block and not _walks(projected, shape):
-            x, B, C = _divide(conv, shape)
+            x, B, C = divide(conv, shape)
             A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
             y, _, _, _, _, state = mamba_ssm.kernels()._mamba_chunk_scan_combined_fwd(
                 x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
@@ -298,9 +298,9 @@ def _scan_backward(
     """Return the gradients of ``_one_chunk_backward``, for sequences of any length."""
     from implicit_blocks.ops.kernels import mamba2_walk
 
-    x, B, C = _divide(conv, shape)
+    x, B, C = divide(conv, shape)
     dconv = torch.empty_like(conv)
-    dx, dB, dC = _divide(dconv, shape)
+    dx, dB, dC = divide(dconv, shape)
     steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=True)
     A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
     scan = mamba_ssm.kernels()
@@ -350,7 +350,7 @@ def _tiles(shape: Mamba2Sizes) -> bool:
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in (shape.head_dim, shape.d_state))
 
 
-def _divide(conv: Tensor, shape: Mamba2Sizes) -> tuple[Tensor, Tensor, Tensor]:
+def divide(conv: Tensor, shape: Mamba2Sizes) -> tuple[Tensor, Tensor, Tensor]:
     """Divide the convolved channels, (B, L, C), into x (B, L, H, P), B and C (B, L, G, N)."""
     maps = shape.n_groups * shape.d_state
     x, B, C = conv.split((shape.inner, maps, maps), dim=-1)

@@ -26,6 +26,8 @@ from implicit_blocks.mixers.short_conv import DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO, is_differentiated_forward
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
+from implicit_blocks.ops.mamba2_after import eligible as eligible_after
+from implicit_blocks.ops.mamba2_after import mamba2_after
 from implicit_blocks.ops.ssd import SSD, ssd
 from implicit_blocks.parallel.sequence import SequencePart, state_before
 from implicit_blocks.specs import Mamba2Spec
@@ -57,6 +59,12 @@ class Mamba2Context(NamedTuple):
     def plain(self) -> bool:
         """Whether the window begins a sequence, without padding or documents."""
         return self.begins and self.valid_BL is None and self.documents_BL is None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the window follows committed tokens, without padding or documents."""
+        whole = self.part is None and self.valid_BL is None and self.documents_BL is None
+        return whole and not self.begins
 
 
 class Mamba2(Mixer):
@@ -129,7 +137,7 @@ class Mamba2(Mixer):
         """Whether the GPU's fused operator runs the window: it reads the injection from the table."""
         half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
         plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
-        return half and self._fusible(window.device, window.length, plain)
+        return half and _fusible(self, window.device, window.length, plain)
 
     def prepare(self, window: Window) -> Mamba2Context:
         """Return the indices of the convolution's next tail, and the documents around the window."""
@@ -140,7 +148,7 @@ class Mamba2(Mixer):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
     ) -> Tensor:
         """Mix the window."""
-        if (fused := self._fused(z_BLD, u_BLU, context, return_state=False)) is not None:
+        if (fused := self._fused(z_BLD, u_BLU, state, context, return_state=False)) is not None:
             return fused[0]
         gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
@@ -151,7 +159,8 @@ class Mamba2(Mixer):
     ) -> tuple[Tensor, Mamba2State]:
         """Mix the window and return the state after it."""
         no_grad = not torch.is_grad_enabled()
-        if no_grad and (fused := self._fused(z_BLD, u_BLU, context, return_state=True)) is not None:
+        fused = self._fused(z_BLD, u_BLU, state, context, return_state=True) if no_grad else None
+        if fused is not None:
             out, h_after, projected = fused
             assert h_after is not None
             late, convolved = slice(1 - self.spec.d_conv, None), slice(self.d_inner, -self.n_heads)
@@ -185,16 +194,19 @@ class Mamba2(Mixer):
         return y, Mamba2Prefix(tail, h)
 
     def _fused(
-        self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
+        self, z: Tensor, u: Tensor | None, state: Mamba2State, context: Mamba2Context, *, return_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor] | None:
         """Return output, state and projection by the GPU's fused operator; None where it does not apply."""
-        if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
+        after = context.continues and not torch.is_grad_enabled()
+        if not _fusible(self, z.device, z.shape[1], context.plain or after) or is_differentiated_forward():
             return None
-        if _is_watched_or_strided(self):
+        if _is_watched_or_strided(self) or (after and not eligible_after(z.shape[1], self.spec.d_conv)):
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
             return None
+        if after:
+            return _mixed_after(self, projected, u, state)
         # With gradients the operator includes the output projection, unless that is wrapped or has hooks.
         plain = type(self.out_proj).forward is Linear.forward and not has_hooks(self.out_proj)
         last = self.out_proj if plain and torch.is_grad_enabled() else None
@@ -215,11 +227,6 @@ class Mamba2(Mixer):
             out_bias_D=out_bias,
         )
         return mixed if last is not None else self.out_proj(mixed), h, projected
-
-    def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
-        if device.type != "cuda" or not plain or (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
-            return False
-        return mamba2_mix.eligible(length, self.spec.d_conv, _sizes(self))
 
     def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and dt, the real tokens first; padding contributes zeros."""
@@ -313,6 +320,33 @@ def _tail_before(conv_in: Tensor, state: Mamba2State, context: Mamba2Context) ->
     if context.part is not None:
         return context.part.tail_before(conv_in, state.conv_BWC.shape[1])
     return None if context.begins else state.conv_BWC
+
+
+def _fusible(mixer: Mamba2, device: torch.device, length: int, plain: bool) -> bool:
+    spec = mixer.spec
+    if device.type != "cuda" or not plain or (spec.backend, spec.conv_backend) != (AUTO, AUTO):
+        return False
+    return mamba2_mix.eligible(length, spec.d_conv, _sizes(mixer))
+
+
+def _mixed_after(
+    mixer: Mamba2, projected: Tensor, u: Tensor | None, state: Mamba2State
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, state and projection of a window after committed tokens, by the fused operator."""
+    mixed, h = mamba2_after(
+        projected,
+        u,
+        tail_BWC=state.conv_BWC,
+        state_BHPN=state.h_BHPN,
+        conv_weight_CW=mixer.conv.weight,
+        conv_bias_C=mixer.conv.bias,
+        dt_bias_H=mixer.dt_bias,
+        A_log_H=mixer.A_log,
+        D_H=mixer.D,
+        norm_weight_I=mixer.norm.weight,
+        sizes=_sizes(mixer),
+    )
+    return mixer.out_proj(mixed), h, projected
 
 
 def _is_watched_or_strided(mixer: Mamba2) -> bool:

@@ -36,9 +36,18 @@ class Added(NamedTuple):
 
 
 def conv_forward(
-    projected_BLU: Tensor, added: Added, weight_CW: Tensor, bias_C: Tensor | None, *, first: int
+    projected_BLU: Tensor,
+    added: Added,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    *,
+    first: int,
+    tail_BWC: Tensor | None = None,
 ) -> Tensor:
-    """Return ``silu(conv(projected + u))``, (B, L, C), for the C channels starting at ``first``."""
+    """Return ``silu(conv(projected + u))``, (B, L, C), for the C channels starting at ``first``.
+
+    ``tail_BWC`` are the inputs of the three tokens before the window, with the injection; None: zeros.
+    """
     batch, length, width = projected_BLU.shape
     channels = weight_CW.shape[0]
     y = projected_BLU.new_empty(batch, length, channels)
@@ -49,6 +58,7 @@ def conv_forward(
             *added.given(projected_BLU),
             weight_CW,
             bias_C if bias_C is not None else weight_CW,
+            y if tail_BWC is None else tail_BWC,
             y,
             length,
             channels,
@@ -56,6 +66,7 @@ def conv_forward(
             first,
             **added.constants(),
             HAS_BIAS=bias_C is not None,
+            HAS_TAIL=tail_BWC is not None,
             TOKENS=TOKENS,
             BLOCK=CHANNELS,
             num_warps=1,
@@ -209,6 +220,7 @@ def _conv_forward(
     rows_ptr,
     w_ptr,
     b_ptr,
+    tail_ptr,
     y_ptr,
     L,
     C,
@@ -218,6 +230,7 @@ def _conv_forward(
     HAS_U: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -243,6 +256,12 @@ def _conv_forward(
     x2 = _load_sum(
         p_ptr, u_ptr, rows_ptr, now - 1, begin >= 1, width, column, real & (begin >= 1), HAS_U, HAS_ROWS
     )
+    if HAS_TAIL:
+        before = real & (begin == 0)
+        tail = tail_ptr + tl.program_id(2).to(tl.int64) * 3 * C + channel
+        x0 += tl.load(tail, mask=before, other=0.0).to(tl.float32)
+        x1 += tl.load(tail + C, mask=before, other=0.0).to(tl.float32)
+        x2 += tl.load(tail + 2 * C, mask=before, other=0.0).to(tl.float32)
     for step in tl.static_range(TOKENS):
         token = begin + step
         here = real & (token < L)
