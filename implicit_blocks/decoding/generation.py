@@ -103,7 +103,8 @@ def generate(
             there. None: no limit.
         window_length: number of tokens per window in which the prompts are solved; None: one window.
         max_in_flight: maximum number of tokens of a row that are searched at the same time, as in
-            ``ContinuousDecoder``; None: 1, which decodes them one after the other.
+            ``ContinuousDecoder``; 1 decodes them one after the other. None: the default there, and 1 with
+            processors or criteria, which the host would call for every provisional token.
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with each step as soon as it is generated.
         search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
@@ -201,11 +202,14 @@ class _Run:
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
-        in_flight = tokens_in_flight(max_in_flight)
-        self.several_in_flight = in_flight > 1 and decodes_in_flight(
-            model, self.search or SearchOptions(), asked=max_in_flight is not None
+        if max_in_flight is None and (logits_processor is not None or stopping_criteria is not None):
+            max_in_flight = 1
+        self.max_in_flight = max_in_flight
+        self.several_in_flight = (
+            max_in_flight is not None
+            and tokens_in_flight(max_in_flight) > 1
+            and decodes_in_flight(model, self.search or SearchOptions(), asked=True)
         )
-        self.max_in_flight = in_flight if max_in_flight is not None or self.several_in_flight else None
         self.statistics: CallStatistics | None = None
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)

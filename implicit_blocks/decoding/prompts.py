@@ -57,19 +57,17 @@ def check_search(search: SearchKwargs) -> None:
             )
 
 
-def tokens_in_flight(asked: int | None, *, max_seq_len: int | None = None) -> int:
+def tokens_in_flight(asked: int, *, max_seq_len: int | None = None) -> int:
     """Return the maximum number of tokens in flight per text.
 
     Args:
-        asked: the number asked for; None: 1, sequential decoding.
+        asked: the number asked for; 1: sequential decoding.
         max_seq_len: the room of a text in tokens; None: enough.
 
     Raises:
         ValueError: the number is below 1 or above ``max_seq_len``.
 
     """
-    if asked is None:
-        return 1
     require_count("max_in_flight", asked)
     if max_seq_len is not None and asked > max_seq_len:
         raise ValueError(

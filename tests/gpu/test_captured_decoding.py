@@ -64,6 +64,7 @@ def prompts():
 
 
 def decode(model, *, slots, fused=True, count=12, sampling=None, **options):
+    options = {"max_in_flight": 1} | options
     decoder = ContinuousDecoder(model, max_batch_size=slots, max_seq_len=96, **options)
     if not fused:
         decoder.batch.fused = None
@@ -179,7 +180,9 @@ def test_captured_decoding_after_a_long_prompt_equals_eager_decoding():
     model = built("attention")
     made = []
     for graphs in (True, False):
-        decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=3000, graphs=graphs, tolerance=1e-3)
+        decoder = ContinuousDecoder(
+            model, max_batch_size=2, max_seq_len=3000, graphs=graphs, tolerance=1e-3, max_in_flight=1
+        )
         for length in (2200, 40):
             prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length))
             decoder.submit(Request(prompt=prompt, max_new_tokens=4))
@@ -210,7 +213,7 @@ def test_captured_decoding_with_int8_keys_equals_eager_decoding(fused):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_states_change_only_when_a_token_is_committed(mixer, fused):
-    options = {"buckets": [4], "tolerance": 0.0, "max_iterations": 3}
+    options = {"buckets": [4], "tolerance": 0.0, "max_iterations": 3, "max_in_flight": 1}
     decoder = ContinuousDecoder(built(mixer), max_batch_size=4, max_seq_len=96, **options)
     if not fused:
         decoder.batch.fused = None
@@ -245,7 +248,13 @@ def test_states_change_only_when_a_token_is_committed(mixer, fused):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_captured_steps_neither_synchronize_nor_move_memory(mixer, slots):
     decoder = ContinuousDecoder(
-        built(mixer), max_batch_size=slots, buckets=[slots], max_seq_len=96, tolerance=0.0, max_iterations=4
+        built(mixer),
+        max_batch_size=slots,
+        buckets=[slots],
+        max_seq_len=96,
+        tolerance=0.0,
+        max_iterations=4,
+        max_in_flight=1,
     )
     for prompt in prompts()[:slots]:
         decoder.submit(Request(prompt=prompt, max_new_tokens=20))
@@ -274,3 +283,50 @@ def test_captured_steps_neither_synchronize_nor_move_memory(mixer, slots):
     assert len(made) >= 5 * slots
     assert addresses() == before
     assert all_captured(decoder)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_launches_that_overlap_change_no_value(mixer, tokens, monkeypatch):
+    from implicit_blocks.ops.kernels import overlap
+
+    model, found = built(mixer), []
+    for enabled in (False, True):
+        monkeypatch.setattr(overlap, "ENABLED", enabled)
+        for slots in (1, 2):
+            decoder, texts = decode(model, slots=slots, max_in_flight=tokens)
+            assert all_captured(decoder)
+            found.append([[(new.token, new.iterations, new.logits) for new in text] for text in texts])
+    for apart, together in zip(found[:2], found[2:], strict=True):
+        for olds, news in zip(apart, together, strict=True):
+            for (old, count, logits), (new, number, others) in zip(olds, news, strict=True):
+                assert (new, number) == (old, count)
+                assert torch.equal(others, logits)
+
+
+def test_a_few_texts_have_four_tokens_in_flight_by_default(caplog):
+    caplog.set_level("INFO")
+    model = built("mamba2")
+
+    def tokens(**options):
+        options = {"max_batch_size": 4, "max_seq_len": 96} | options
+        wavefront = ContinuousDecoder(model, **options).wavefront
+        return 1 if wavefront is None else wavefront.tokens
+
+    assert tokens() == tokens(max_batch_size=1) == 4
+    for options in (
+        {"max_batch_size": 5},
+        {"max_seq_len": 3},
+        {"graphs": False},
+        {"search_dtype": torch.int8},
+        {"warm_start": True},
+        {"max_in_flight": 1},
+        {"limits_per_request": True},
+    ):
+        assert tokens(**options) == 1, options
+    assert caplog.text.count("calls on several tokens are not fused") == 1
+    found = ib.generate(model, prompts()[:2], max_new_tokens=12)
+    expected = ib.generate(model, prompts()[:2], max_new_tokens=12, max_in_flight=1)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.statistics.calls < expected.statistics.calls
+    assert found.statistics.tokens_in_flight > 1

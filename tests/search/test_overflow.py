@@ -168,7 +168,8 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
     found = {}
     with torch.no_grad(), torch.autocast(device, dtype=dtype):
         for each in [list(texts), *([number] for number in texts)]:  # together, and alone
-            decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=9, max_iterations=60)
+            options = {"max_seq_len": 9, "max_iterations": 60, "max_in_flight": 1}
+            decoder = ContinuousDecoder(model, max_batch_size=2, **options)
             for number in each:
                 decoder.submit(Request(prompt=texts[number], max_new_tokens=4))
             for new in decoder.run():

@@ -27,7 +27,11 @@ from implicit_blocks.decoding.prompts import (
     tokens_in_flight,
 )
 from implicit_blocks.decoding.slots.batch import SlotBatch
-from implicit_blocks.decoding.slots.in_flight import decodes_in_flight
+from implicit_blocks.decoding.slots.in_flight import (
+    automatic_tokens,
+    automatic_wavefront,
+    decodes_in_flight,
+)
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
 from implicit_blocks.decoding.slots.quantized import quantized_search
 from implicit_blocks.decoding.slots.steps import admit, choose, fly
@@ -80,8 +84,9 @@ class ContinuousDecoder:
         limits_per_request: accept requests with their own ``tolerance`` and ``max_iterations``. On a GPU the
             steps then run without the fused kernel of the search, which has one rule for all slots.
         max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
-            decoding); None: 1, which decodes them one after the other. Where a mixer or an option of the
-            search does not support it, tokens are decoded one after the other, with a line in the log.
+            decoding). 1 decodes them one after the other, as is done, with a line in the log, where a mixer
+            or an option of the search does not support several. None: 4 for at most 4 texts on a GPU where
+            fused kernels compute the whole call, otherwise 1.
         search_dtype: ``torch.int8``: iterations far from a token's fixed point read weights in 8 bits, with
             one scale per output. The last iterations, and therefore the solution, are in full precision.
             Tokens are then decoded one after the other. On a GPU kernels serve calls of one or two texts;
@@ -137,7 +142,14 @@ class ContinuousDecoder:
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
         options = SearchOptions(**search)
-        in_flight = tokens_in_flight(max_in_flight, max_seq_len=max_seq_len)
+        if max_in_flight is None:
+            in_flight = automatic_tokens(
+                max_batch_size=max_batch_size,
+                max_seq_len=max_seq_len,
+                fused=graphs and self.on_gpu and search_dtype is None,
+            )
+        else:
+            in_flight = tokens_in_flight(max_in_flight, max_seq_len=max_seq_len)
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,
@@ -153,6 +165,8 @@ class ContinuousDecoder:
             model, options, self.batch.every_states(), asked=max_in_flight is not None
         ):
             self.wavefront = Wavefront(self.batch, tokens=in_flight)
+            if max_in_flight is None:
+                self.wavefront = automatic_wavefront(self.wavefront)
         self.prefill: Prefill | None = None
         if prefill_chunk is not None:
             self.prefill = Prefill(self.batch, chunk=prefill_chunk, cache_bytes=prefix_cache_bytes)

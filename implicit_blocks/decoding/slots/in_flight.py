@@ -1,4 +1,4 @@
-"""Where a model does not support tokens in flight."""
+"""How many tokens are in flight by default, and where a model does not support several."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 
+from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.interfaces import SearchingSolver, SlotStates
 from implicit_blocks.models.implicit import ImplicitLM
@@ -13,6 +14,26 @@ from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
 
 _LOG = logging.getLogger(__name__)
+
+AUTOMATIC = 4
+"""The number of tokens in flight of each of at most this many texts where none is given.
+
+The tokens of a call are then at most the 16 columns of a product by matrix units: reading the weights takes
+most of the time of a call, which is nearly the same for one column and for 16.
+"""
+
+
+def automatic_tokens(*, max_batch_size: int, max_seq_len: int, fused: bool) -> int:
+    """Return the number of tokens in flight per text where none is given; 1: sequential decoding.
+
+    Args:
+        max_batch_size: the number of texts: calls with many of them are bound by arithmetic.
+        max_seq_len: the room of a text in tokens.
+        fused: whether calls are captured, with weights in full precision: other calls cost more for every
+            token in flight.
+
+    """
+    return AUTOMATIC if fused and max_batch_size <= AUTOMATIC <= max_seq_len else 1
 
 
 def decodes_in_flight(
@@ -42,6 +63,14 @@ def decodes_in_flight(
     if reason is not None:
         _report_once(reason, asked)
     return reason is None
+
+
+def automatic_wavefront(wavefront: Wavefront) -> Wavefront | None:
+    """Return a wavefront for which no number of tokens was given; None where its calls are not fused."""
+    if wavefront.whole is None:
+        _report_once("calls on several tokens are not fused for this model or search", False)
+        return None
+    return wavefront
 
 
 def _of_search(model: ImplicitLM, options: SearchOptions) -> str | None:

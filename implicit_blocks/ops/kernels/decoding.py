@@ -9,13 +9,20 @@ Shape legend: S slots, R rows of a step, each in a slot; K input, M output, D mo
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from implicit_blocks.ops.kernels.overlap import (
+    on_device,
+    overlapping,
+    prefetch,
+    start_next,
+    wait_for_previous,
+)
 
 
 class Mamba2Inputs(NamedTuple):
@@ -58,6 +65,23 @@ class Branch(NamedTuple):
     eps: float = 0.0
 
 
+class RowTiles(NamedTuple):
+    """The tiles of a product row by row: outputs of a program, inputs of a tile, warps."""
+
+    outputs: int = 4
+    inputs: int = 2048
+    warps: int = 4
+
+
+def row_tiles(width: int, *, gate: bool) -> RowTiles:
+    """Return the tiles of a product with inputs of this width; ``gate`` for two matrices."""
+    del gate
+    # On an H200 at 1.3 B parameters: 2.6 to 3.5 TB/s, cuBLAS products 1.4 to 3.1.
+    if width > 2048:
+        return RowTiles(16 if width > 4096 else 8, 1024, 8)
+    return RowTiles(inputs=triton.next_power_of_2(width))
+
+
 def linear_rows(
     x_RK: Tensor,
     weight_MK: Tensor,
@@ -97,11 +121,9 @@ def linear_rows(
     rows, width = x_RK.shape
     outputs = weight_MK.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x_RK.device)
-    # On an H200 at 1.3 B parameters: 2.6 to 3.5 TB/s, cuBLAS products 1.4 to 3.1.
-    wide = width > 2048
-    block = (16 if width > 4096 else 8) if wide else 4
+    tiles = row_tiles(width, gate=gate_MK is not None)
     with on_device(x_RK.device):
-        _linear_rows[(rows, triton.cdiv(outputs, block))](
+        _linear_rows[(rows, triton.cdiv(outputs, tiles.outputs))](
             x_RK,
             x_RK if norm_K is None else norm_K,
             weight_MK,
@@ -128,9 +150,11 @@ def linear_rows(
             MAMBA2=mamba2 is not None,
             W=1 if mamba2 is None else mamba2.taps,
             HAS_CONV_BIAS=mamba2 is not None and mamba2.conv_bias_C is not None,
-            BLOCK_M=block,
-            BLOCK_K=1024 if wide else triton.next_power_of_2(width),
-            num_warps=8 if wide else 4,
+            BLOCK_M=tiles.outputs,
+            BLOCK_K=tiles.inputs,
+            THREADS=32 * tiles.warps,
+            **overlapping(x_RK.device),
+            num_warps=tiles.warps,
         )
     return out
 
@@ -173,6 +197,7 @@ def add_norm(
             PARTS=0 if squares is None else squares.shape[1],
             BLOCK_X=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
             BLOCK=block,
+            **overlapping(z_RD.device),
             num_warps=min(16, max(1, block // 256)),
         )
     return total, normed
@@ -183,13 +208,10 @@ def silu_product(both_RF: Tensor) -> Tensor:
     rows, width = both_RF.shape
     out = torch.empty(rows, width // 2, dtype=both_RF.dtype, device=both_RF.device)
     with on_device(out.device):
-        _silu_product[(triton.cdiv(width // 2, 1024), rows)](both_RF, out, width // 2, BLOCK=1024)
+        _silu_product[(triton.cdiv(width // 2, 1024), rows)](
+            both_RF, out, width // 2, BLOCK=1024, **overlapping(out.device)
+        )
     return out
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which kernels launch on this device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @triton.jit
@@ -269,12 +291,30 @@ def _linear_rows(
     HAS_CONV_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < M
     column = tl.arange(0, BLOCK_K)
     weight = m[:, None].to(tl.int64) * K + column[None, :]
+    # The weights are loaded before the input is known; of wide matrices the others into the cache.
+    inside = column < K
+    both = real[:, None] & inside[None, :]
+    w_first = tl.load(w_ptr + weight, mask=both, other=0)
+    if GATE:
+        v_first = tl.load(gate_ptr + weight, mask=both, other=0)
+    if K > BLOCK_K:
+        slab = tl.program_id(1).to(tl.int64) * (BLOCK_M * K)
+        end = (slab * 0 + M) * K
+        prefetch(w_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+        if GATE:
+            prefetch(gate_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+    if NORM:
+        norm_first = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
     total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     gate = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
@@ -290,15 +330,24 @@ def _linear_rows(
     for first in tl.static_range(0, K, BLOCK_K):
         inside = first + column < K
         both = real[:, None] & inside[None, :]
-        w = tl.load(w_ptr + weight + first, mask=both, other=0).to(tl.float32)
+        if first == 0:
+            w = w_first.to(tl.float32)
+        else:
+            w = tl.load(w_ptr + weight + first, mask=both, other=0).to(tl.float32)
         x = tl.load(x_ptr + row * K + first + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             # The norm's divisor is one number per row, so the product need not wait for it.
             squares += x * x
-            x *= tl.load(norm_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
+            if first == 0:
+                x *= norm_first.to(tl.float32)
+            else:
+                x *= tl.load(norm_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
         total += w * x[None, :]
         if GATE:
-            v = tl.load(gate_ptr + weight + first, mask=both, other=0).to(tl.float32)
+            if first == 0:
+                v = v_first.to(tl.float32)
+            else:
+                v = tl.load(gate_ptr + weight + first, mask=both, other=0).to(tl.float32)
             gate += v * x[None, :]
     y = tl.sum(total, axis=1)
     if SCALED:
@@ -342,11 +391,15 @@ def _add_norm(
     PARTS: tl.constexpr,
     BLOCK_X: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     place = tl.arange(0, BLOCK)
     real = place < part
     column = tl.program_id(1) * part + place
+    w = tl.load(w_ptr + column, mask=real, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     z = tl.load(z_ptr + row + column, mask=real, other=0.0).to(tl.float32)
     if HAS_BRANCH:
         branch = tl.load(branch_ptr + row + column, mask=real, other=0.0).to(tl.float32)
@@ -357,12 +410,13 @@ def _add_norm(
         z += branch
         tl.store(total_ptr + row + column, z, mask=real)
     scale = 1.0 / tl.sqrt(tl.sum(z * z) / part + eps)
-    w = tl.load(w_ptr + column, mask=real, other=0.0).to(tl.float32)
     tl.store(out_ptr + row + column, (z * scale * w).to(out_ptr.dtype.element_ty), mask=real)
 
 
 @triton.jit
-def _silu_product(both_ptr, out_ptr, F, BLOCK: tl.constexpr):
+def _silu_product(both_ptr, out_ptr, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = place < F

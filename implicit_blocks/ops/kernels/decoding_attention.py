@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import on_device
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 SPAN = 1024  # past tokens per program
 PROGRAMS = 264  # programs that occupy a GPU: two per multiprocessor of an H100
@@ -92,11 +92,14 @@ def attention_step(
             SCALED=key_scales_SKT is not None,
             BLOCK_T=256 if few else 32,
             STAGES=1 if few else 3,
+            **overlapping(device),
             num_warps=8 if few else 2,
         )
         if splits > 1:
             block = triton.next_power_of_2(splits)
-            _join[(rows * n_heads,)](found, sums, out, rows * n_heads, splits, P=head_dim, BLOCK=block)
+            _join[(rows * n_heads,)](
+                found, sums, out, rows * n_heads, splits, P=head_dim, BLOCK=block, **overlapping(device)
+            )
     return out
 
 
@@ -138,7 +141,10 @@ def _attention_step(
     SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     F: tl.constexpr = P // 2
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -219,7 +225,11 @@ def _attention_step(
 
 
 @triton.jit
-def _join(found_ptr, sums_ptr, out_ptr, count, splits, P: tl.constexpr, BLOCK: tl.constexpr):
+def _join(
+    found_ptr, sums_ptr, out_ptr, count, splits, P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    start_next(PDL)
+    wait_for_previous(PDL)
     place = tl.program_id(0).to(tl.int64)
     split, whole = tl.arange(0, BLOCK), tl.arange(0, P)
     real = split < splits

@@ -15,7 +15,12 @@ from implicit_blocks.ops.kernels.decoding import (
     Mamba2Inputs,
     mamba2_history,
     mamba2_prepared,
+)
+from implicit_blocks.ops.kernels.overlap import (
     on_device,
+    overlapping,
+    start_next,
+    wait_for_previous,
 )
 
 
@@ -45,6 +50,7 @@ def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, in
             W=inputs.taps,
             HAS_BIAS=inputs.conv_bias_C is not None,
             BLOCK=512,
+            **overlapping(out.device),
             num_warps=4,
         )
     return out
@@ -101,6 +107,7 @@ def scan_step(
             G=groups,
             NORM=norm_I is not None,
             BLOCK_P=part,
+            **overlapping(out.device),
             num_warps=4,
         )
     return out, squares
@@ -124,7 +131,10 @@ def _prepare_mamba2(
     W: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = m < U
@@ -159,11 +169,15 @@ def _scan_step(
     G: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
     part = tl.program_id(0) % (P // BLOCK_P)
     row = tl.program_id(1).to(tl.int64)
     inner: tl.constexpr = H * P
+    rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    wait_for_previous(PDL)
     slot = tl.load(rows_ptr + row)
     p_ptr += row * U
     width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
@@ -175,7 +189,7 @@ def _scan_step(
     B = tl.load(p_ptr + 2 * inner + group)
     c = tl.load(p_ptr + 2 * inner + G * N + group)
     dt = tl.load(p_ptr + 2 * inner + 2 * G * N + head)
-    decay = tl.exp(-dt * tl.exp(tl.load(a_log_ptr + head).to(tl.float32)))
+    decay = tl.exp(-dt * rate)
     # C (decay h + dt x Bᵀ) without computing the sum in brackets: usually the next h is not needed.
     skip = dt * tl.sum(B * c) + tl.load(d_ptr + head).to(tl.float32)
     y = decay * tl.sum(h * c[None, :], axis=1) + skip * x

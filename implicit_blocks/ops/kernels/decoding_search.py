@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import on_device
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 from implicit_blocks.ops.kernels.residual import narrow, relative_residual
 from implicit_blocks.ops.kernels.search_status import decide, freeze
 from implicit_blocks.solution import RELATIVE_FLOOR
@@ -39,6 +39,7 @@ def take_up(
             committing.view(torch.int8),
             width,
             BLOCK=triton.next_power_of_2(width),
+            **overlapping(z.device),
             num_warps=4,
         )
     return z, lengths, committing
@@ -102,6 +103,7 @@ def take_in(
             HAS_ENTRIES=entries_YS is not None,
             BLOCK=triton.next_power_of_2(width),
             BLOCK_Y=triton.next_power_of_2(layers),
+            **overlapping(fz_RD.device),
             num_warps=4,
         )
 
@@ -146,6 +148,7 @@ def take_coarse(
             RELATIVE_FLOOR,
             RELATIVE=relative,
             BLOCK=triton.next_power_of_2(width),
+            **overlapping(fz_RD.device),
             num_warps=4,
         )
 
@@ -162,7 +165,10 @@ def _take_up(
     committing_ptr,
     D,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)
@@ -200,7 +206,10 @@ def _take_in(
     HAS_ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_Y: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)
@@ -267,7 +276,10 @@ def _take_coarse(
     floor,
     RELATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)

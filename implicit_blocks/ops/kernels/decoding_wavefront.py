@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import on_device
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 from implicit_blocks.ops.kernels.residual import narrow, relative_residual
 from implicit_blocks.solution import RELATIVE_FLOOR, SMALLEST_SCALE
 
@@ -75,6 +75,7 @@ def begin_tokens(windows: Windows, rows_R: Tensor) -> Begun:
             W=tokens,
             BLOCK_W=triton.next_power_of_2(tokens),
             BLOCK=triton.next_power_of_2(width),
+            **overlapping(z.device),
             num_warps=4,
         )
     return Begun(z, lengths, commits)
@@ -113,6 +114,7 @@ def take_values(
             RELATIVE=relative,
             W=tokens,
             BLOCK=triton.next_power_of_2(width),
+            **overlapping(fz_TD.device),
             num_warps=4,
         )
     return hidden
@@ -148,6 +150,7 @@ def decide_tokens(
             W=tokens,
             BLOCK_W=triton.next_power_of_2(tokens),
             BLOCK=triton.next_power_of_2(width),
+            **overlapping(value_RWD.device),
             num_warps=8,
         )
 
@@ -158,7 +161,10 @@ def _begin_tokens(
     as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
     z_out_ptr, lengths_out_ptr, commits_out_ptr, D,
     SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64) // W
     number = tl.program_id(0).to(tl.int64) % W
     slot = tl.load(rows_ptr + row)
@@ -195,7 +201,10 @@ def _begin_tokens(
 def _take_values(
     rows_ptr, fz_ptr, z_ptr, residual_ptr, scale_ptr, value_ptr, following_ptr, hidden_ptr, D, damping, floor,
     RELATIVE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.load(rows_ptr + token // W) * W + token % W
     column = tl.arange(0, BLOCK)
@@ -235,7 +244,10 @@ def _decide_tokens(
     as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
     value_ptr, following_ptr, chosen_ptr, report_ptr, counts_ptr, D, T, tolerance, most,
     W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    start_next(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
     order = tl.arange(0, BLOCK_W).to(tl.int64)

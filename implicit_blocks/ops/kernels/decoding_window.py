@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import Mamba2Inputs, on_device
+from implicit_blocks.ops.kernels.decoding import Mamba2Inputs
+from implicit_blocks.ops.kernels.overlap import (
+    on_device,
+    overlapping,
+    prefetch,
+    start_next,
+    wait_for_previous,
+)
 
 COLUMNS = 16, 32  # columns of a product, of which the tokens of a call use the first
 
@@ -166,6 +173,8 @@ def linear_window(
             SPLIT=chosen.parts,
             BLOCK_K=chosen.inputs,
             STAGES=chosen.stages,
+            THREADS=32 * chosen.warps,
+            **overlapping(device),
             num_warps=chosen.warps,
         )
     if next_norm_M is None:
@@ -241,6 +250,7 @@ def scan_window(
             NORM=norm_I is not None,
             BLOCK_P=part,
             BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
+            **overlapping(device),
             num_warps=8 if padded > 4 else 4,
         )
     if norm_I is None:
@@ -299,7 +309,17 @@ def _linear_window(
     SPLIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    # The weights of the program come into the cache before the input is known.
+    slab = tl.program_id(0).to(tl.int64) * (BLOCK_M * K)
+    end = (slab * 0 + M) * K
+    prefetch(w_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+    if GATE:
+        prefetch(gate_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+    wait_for_previous(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_T)
     t = tl.program_id(1) * together + column
@@ -418,7 +438,10 @@ def _scan_window(
     NORM: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
     part = tl.program_id(0) % (P // BLOCK_P)
     row = tl.program_id(1).to(tl.int64)

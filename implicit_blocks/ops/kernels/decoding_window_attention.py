@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import on_device
 from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, SPAN, _join
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 LEAST = 16  # width of a head, and rows of a product of matrix units
 
@@ -88,11 +88,12 @@ def attention_window(
             BLOCK_Q=max(LEAST, triton.next_power_of_2(n_heads // kv_heads * length)),
             BLOCK_T=128 if half and head_dim <= 128 else 32,
             STAGES=2,
+            **overlapping(device),
             num_warps=8 if half else 4,
         )
         if splits > 1:
             block, count = triton.next_power_of_2(splits), tokens * n_heads
-            _join[(count,)](found, sums, out, count, splits, P=head_dim, BLOCK=block)
+            _join[(count,)](found, sums, out, count, splits, P=head_dim, BLOCK=block, **overlapping(device))
     return out
 
 
@@ -127,7 +128,10 @@ def _attention_window(
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait_for_previous(PDL)
     F: tl.constexpr = P // 2
     GROUP: tl.constexpr = H // KV
     shared = tl.program_id(0)
