@@ -158,7 +158,10 @@ class FusedAttention:
         *,
         quantized: bool = False,
     ) -> None:
+        from implicit_blocks.ops.kernels.decoding_attention import arrivals
+
         self.heads, self.states, self.tables = mixer.n_heads, states, tables
+        self.arrivals_X = arrivals(states.keys.device)
         self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
 
     def __call__(
@@ -199,6 +202,7 @@ class FusedAttention:
             dtype=torch.float32 if few else out.weight.dtype,
             key_scales_SKT=self.states.key_scales,
             value_scales_SKT=self.states.value_scales,
+            arrivals_X=self.arrivals_X,
         )
         if few:
             return linear_rows(y, out.weight, out.bias, scales_M=out.scales, z_RM=z), None

@@ -146,6 +146,7 @@ class FusedWindows:
             length=step.length,
             n_heads=mixer.heads,
             dtype=self.dtype,
+            arrivals_X=mixer.arrivals_X,
         )
         return Operand(y)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
-SPAN = 1024  # past tokens per program
+SPAN = 128  # past tokens per program, if there are few programs
 PROGRAMS = 264  # programs that occupy a GPU: two per multiprocessor of an H100
 
 
@@ -37,6 +37,7 @@ def attention_step(
     dtype: torch.dtype,
     key_scales_SKT: Tensor | None = None,
     value_scales_SKT: Tensor | None = None,
+    arrivals_X: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of one token in each row's slot to itself and earlier tokens, (R, H · P).
 
@@ -55,17 +56,21 @@ def attention_step(
         dtype: type of the result.
         key_scales_SKT: scales of 8-bit keys (`ops.quantization`).
         value_scales_SKT: scales of 8-bit values.
+        arrivals_X: as ``arrivals`` returns them; kernels that may run at the same time have their own. None:
+            new ones.
 
     """
     _, kv_heads, room, head_dim = keys_SKTP.shape
     rows, device = len(rows_R), keys_SKTP.device
     out = torch.empty(rows, n_heads * head_dim, dtype=dtype, device=device)
-    # A long past of few heads is divided among more programs, whose results are joined.
+    # A past of few heads is divided among more programs, the last of which joins the results.
     splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, n_heads * rows))
     found, sums = out, out
     if splits > 1:
         found = torch.empty(rows * n_heads, splits, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(2, rows * n_heads, splits, dtype=torch.float32, device=device)
+    if arrivals_X is None:
+        arrivals_X = arrivals(device)
     few = rows < 4  # few programs need many loads in flight each; with many programs one block each suffices
     with on_device(device):
         _attention_step[(n_heads, rows, splits)](
@@ -81,26 +86,53 @@ def attention_step(
             sin_TF,
             found,
             sums,
+            out,
+            arrivals_X,
             projected_RU.shape[1],
             room,
             math.log2(math.e) * head_dim**-0.5,
             SPLITS=splits,
+            BLOCK_S=triton.next_power_of_2(splits),
             H=n_heads,
             KV=kv_heads,
             P=head_dim,
             HAS_U=u_SU is not None,
             SCALED=key_scales_SKT is not None,
-            BLOCK_T=256 if few else 32,
+            BLOCK_T=(128 if splits > 1 else 256) if few else 32,
             STAGES=1 if few else 3,
             **overlapping(device),
             num_warps=8 if few else 2,
         )
-        if splits > 1:
-            block = triton.next_power_of_2(splits)
-            _join[(rows * n_heads,)](
-                found, sums, out, rows * n_heads, splits, P=head_dim, BLOCK=block, **overlapping(device)
-            )
     return out
+
+
+def arrivals(device: torch.device) -> Tensor:
+    """Return counters of programs that have ended, which the last of them sets to 0 again."""
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def is_last(arrival_ptr, count: tl.constexpr):
+    """Whether this program is the last of ``count`` ones that call this; it sees what they have written."""
+    tl.debug_barrier()  # the stores of all threads are before the one that counts
+    last = tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(arrival_ptr, 0)
+    return last
+
+
+@triton.jit
+def joined(found_ptr, sums_ptr, first, count, SPLITS: tl.constexpr, P: tl.constexpr, BLOCK_S: tl.constexpr):
+    """Return the result (P,) of SPLITS parts, from ``first`` on, each with a maximum and a sum of weights."""
+    split, whole = tl.arange(0, BLOCK_S), tl.arange(0, P)
+    real = split < SPLITS
+    # Other programs have written these: not from this multiprocessor's own cache.
+    largest = tl.load(sums_ptr + first + split, mask=real, other=float("-inf"), cache_modifier=".cg")
+    weights = tl.load(sums_ptr + count + first + split, mask=real, other=0.0, cache_modifier=".cg")
+    share = tl.exp2(largest - tl.max(largest, axis=0))
+    place = found_ptr + (first + split[:, None]) * P + whole[None, :]
+    parts = tl.load(place, mask=real[:, None], other=0.0, cache_modifier=".cg")
+    return tl.sum(parts * share[:, None], axis=0) / tl.sum(weights * share, axis=0)
 
 
 @triton.jit
@@ -128,12 +160,15 @@ def _attention_step(
     value_scales_ptr,
     cos_ptr,
     sin_ptr,
-    out_ptr,
+    found_ptr,
     sums_ptr,
+    out_ptr,
+    arrivals_ptr,
     U,
     T,
     scale,
     SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     H: tl.constexpr,
     KV: tl.constexpr,
     P: tl.constexpr,
@@ -215,29 +250,15 @@ def _attention_step(
         itself = tl.where(split == 0, itself, 0.0)
     total = tl.sum(weights * kept) + itself
     found = tl.sum(y * kept[:, None], axis=0) + v * itself
+    out_ptr += (row * H + head) * P
     if SPLITS == 1:
-        tl.store(out_ptr + row * H * P + head * P + whole, (found / total).to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + whole, (found / total).to(out_ptr.dtype.element_ty))
     else:
-        at = (row * H + head) * SPLITS + split
-        tl.store(out_ptr + at * P + whole, found)
-        tl.store(sums_ptr + at, most)
-        tl.store(sums_ptr + tl.num_programs(1) * H * SPLITS + at, total)
-
-
-@triton.jit
-def _join(
-    found_ptr, sums_ptr, out_ptr, count, splits, P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    start_next(PDL)
-    wait_for_previous(PDL)
-    place = tl.program_id(0).to(tl.int64)
-    split, whole = tl.arange(0, BLOCK), tl.arange(0, P)
-    real = split < splits
-    sums_ptr += place * splits + split
-    largest = tl.load(sums_ptr, mask=real, other=float("-inf"))
-    weights = tl.load(sums_ptr + count * splits, mask=real, other=0.0)
-    share = tl.exp2(largest - tl.max(largest, axis=0))
-    found = found_ptr + (place * splits + split[:, None]) * P + whole[None, :]
-    y = tl.sum(tl.load(found, mask=real[:, None], other=0.0) * share[:, None], axis=0)
-    y = y / tl.sum(weights * share, axis=0)
-    tl.store(out_ptr + place * P + whole, y.to(out_ptr.dtype.element_ty))
+        first_part = (row * H + head) * SPLITS
+        count = tl.num_programs(1) * H * SPLITS
+        tl.store(found_ptr + (first_part + split) * P + whole, found)
+        tl.store(sums_ptr + first_part + split, most)
+        tl.store(sums_ptr + count + first_part + split, total)
+        if is_last(arrivals_ptr + row * H + head, SPLITS):
+            whole_y = joined(found_ptr, sums_ptr, first_part, count, SPLITS, P, BLOCK_S)
+            tl.store(out_ptr + whole, whole_y.to(out_ptr.dtype.element_ty))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, SPAN, _join
+from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, SPAN, arrivals, is_last
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 LEAST = 16  # width of a head, and rows of a product of matrix units
@@ -35,6 +35,7 @@ def attention_window(
     length: int,
     n_heads: int,
     dtype: torch.dtype,
+    arrivals_X: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each token to its slot and to its window up to itself, (T, H · P).
 
@@ -51,18 +52,22 @@ def attention_window(
         length: L.
         n_heads: H.
         dtype: type of the result.
+        arrivals_X: as ``arrivals`` returns them; kernels that may run at the same time have their own. None:
+            new ones.
 
     """
     _, kv_heads, room, head_dim = keys_SKCP.shape
     rows, device = len(rows_R), keys_SKCP.device
     tokens = rows * length
     out = torch.empty(tokens, n_heads * head_dim, dtype=dtype, device=device)
-    # A long past of few heads is divided among more programs, whose results are joined.
+    # A past of few heads is divided among more programs, the last of which joins the results.
     splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, kv_heads * rows))
     found, sums = out, out
     if splits > 1:
         found = torch.empty(tokens * n_heads, splits, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(2, tokens * n_heads, splits, dtype=torch.float32, device=device)
+    if arrivals_X is None:
+        arrivals_X = arrivals(device)
     half = keys_SKCP.dtype.itemsize <= 2
     with on_device(device):
         _attention_window[(kv_heads, rows, splits)](
@@ -75,6 +80,8 @@ def attention_window(
             sin_CF,
             found,
             sums,
+            out,
+            arrivals_X,
             projected_TU.shape[1],
             room,
             math.log2(math.e) * head_dim**-0.5,
@@ -91,9 +98,6 @@ def attention_window(
             **overlapping(device),
             num_warps=8 if half else 4,
         )
-        if splits > 1:
-            block, count = triton.next_power_of_2(splits), tokens * n_heads
-            _join[(count,)](found, sums, out, count, splits, P=head_dim, BLOCK=block, **overlapping(device))
     return out
 
 
@@ -113,8 +117,10 @@ def _attention_window(
     values_ptr,
     cos_ptr,
     sin_ptr,
-    out_ptr,
+    found_ptr,
     sums_ptr,
+    out_ptr,
+    arrivals_ptr,
     U,
     C,
     scale,
@@ -172,7 +178,8 @@ def _attention_window(
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     weights = tl.zeros((BLOCK_Q,), tl.float32)
     y = tl.zeros((BLOCK_Q, P), tl.float32)
-    for own in tl.static_range(L):
+    # The window belongs to the first program.
+    for own in range(0, tl.where(split == 0, L, 0)):
         this = (token == own)[:, None]
         k = tl.sum(tl.where(this, keys.to(tl.float32), 0.0), axis=0)  # rounded as they will be read
         v = tl.sum(tl.where(this, values.to(tl.float32), 0.0), axis=0)
@@ -183,9 +190,6 @@ def _attention_window(
         weights = weights * kept + share
         y = y * kept[:, None] + tl.where(seen[:, None], v[None, :] * share[:, None], 0.0)
         largest = new
-    if SPLITS > 1:  # the window belongs to the first program
-        weights = tl.where(split == 0, weights, 0.0)
-        y = tl.where(split == 0, y, 0.0)
     begin, end = length * 0, length
     if SPLITS > 1:
         span = tl.cdiv(length, SPLITS)
@@ -204,13 +208,29 @@ def _attention_window(
         y = tl.dot(shares.to(kind), value, y * kept[:, None], input_precision=PRECISION)
         largest = new
     index = (row * L + number) * H + head
-    if SPLITS == 1:
-        y = y / weights[:, None]
-        target = out_ptr + index[:, None] * P + whole[None, :]
-        tl.store(target, y.to(out_ptr.dtype.element_ty), mask=used[:, None])
-    else:
+    target = out_ptr + index[:, None] * P + whole[None, :]
+    if SPLITS > 1:
+        count = tl.num_programs(1) * L * H * SPLITS
         at = index * SPLITS + split
-        tl.store(out_ptr + at[:, None] * P + whole[None, :], y, mask=used[:, None])
+        tl.store(found_ptr + at[:, None] * P + whole[None, :], y, mask=used[:, None])
         tl.store(sums_ptr + at, largest, mask=used)
-        total = tl.num_programs(1) * L * H * SPLITS
-        tl.store(sums_ptr + total + at, weights, mask=used)
+        tl.store(sums_ptr + count + at, weights, mask=used)
+        if is_last(arrivals_ptr + row * KV + shared, SPLITS):
+            # Other programs have written these: not from this multiprocessor's own cache.
+            most = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+            for part in tl.static_range(SPLITS):
+                here = sums_ptr + index * SPLITS + part
+                most = tl.maximum(most, tl.load(here, mask=used, other=0.0, cache_modifier=".cg"))
+            sums, whole_y = tl.zeros_like(weights), tl.zeros_like(y)
+            for part in tl.static_range(SPLITS):
+                here = index * SPLITS + part
+                part_largest = tl.load(sums_ptr + here, mask=used, other=0.0, cache_modifier=".cg")
+                part_weights = tl.load(sums_ptr + count + here, mask=used, other=1.0, cache_modifier=".cg")
+                parts = found_ptr + here[:, None] * P + whole[None, :]
+                part_y = tl.load(parts, mask=used[:, None], other=0.0, cache_modifier=".cg")
+                part_share = tl.exp2(part_largest - most)
+                sums += part_weights * part_share
+                whole_y += part_y * part_share[:, None]
+            tl.store(target, (whole_y / sums[:, None]).to(out_ptr.dtype.element_ty), mask=used[:, None])
+    else:
+        tl.store(target, (y / weights[:, None]).to(out_ptr.dtype.element_ty), mask=used[:, None])

@@ -1,0 +1,106 @@
+"""The decoding kernels of single tokens against those of windows of one token, and plain operators.
+
+With ``TRITON_INTERPRET=1`` they run in Triton's interpreter, without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks.ops.rotary import rotation_tables
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="no CUDA device"),
+    # of the interpreter
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+HALF = pytest.param(
+    torch.bfloat16, marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
+)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    torch.manual_seed(0)
+
+
+def random(*shape):
+    return torch.randn(*shape, device=DEVICE)
+
+
+def error(found, expected):
+    found, expected = found.double(), expected.double()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("span", [16, 1024], ids=["parts", "whole"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize(("heads", "kv", "width"), [(4, 2, 16), (2, 2, 32)], ids=["H4-K2-P16", "H2-K2-P32"])
+def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, span, monkeypatch):
+    """Repeatedly, because the counters of programs that have ended must be 0 again."""
+    from implicit_blocks.ops.kernels import decoding_attention, decoding_window_attention
+
+    for kernels in (decoding_attention, decoding_window_attention):
+        monkeypatch.setattr(kernels, "SPAN", span)
+    rows, room = torch.tensor([2, 0, 1], device=DEVICE), 70
+    cos, sin = (
+        table[0, 0].contiguous()
+        for table in rotation_tables(
+            torch.arange(room, device=DEVICE)[None], head_dim=width, theta=1e4, dtype=torch.float32
+        )
+    )
+    counters = decoding_attention.arrivals(DEVICE)
+    for before in ([60, 0, 17], [1, 33, 69]):
+        lengths = torch.tensor(before, device=DEVICE)
+        projected = random(3, (heads + 2 * kv) * width)
+        keys, values = random(2, 3, kv, room, width).to(dtype).unbind()
+        found = [
+            attend(
+                projected,
+                *options,
+                rows,
+                lengths,
+                own[0],
+                own[1],
+                cos,
+                sin,
+                n_heads=heads,
+                dtype=torch.float32,
+                arrivals_X=counters,
+                **more,
+            )
+            for attend, options, more, own in (
+                (decoding_attention.attention_step, [None], {}, (keys.clone(), values.clone())),
+                (decoding_window_attention.attention_window, [], {"length": 1}, (keys, values)),
+            )
+        ]
+        assert error(*found) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("width", [64, 70, 2112, 4160])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_the_product_row_by_row_is_the_plain_one(width, gated, dtype):
+    from implicit_blocks.ops.kernels.decoding import linear_rows
+
+    x = random(2, width)
+    up, gate = ((random(37, width) / width**0.5).to(dtype) for _ in range(2))
+    norm, z, rows = random(width), random(2, 37), torch.tensor([1, 0], device=DEVICE)
+    found = linear_rows(
+        x, up, gate_MK=gate if gated else None, norm_K=norm, eps=1e-5, z_RM=z, u_SM=z.flip(0), rows_R=rows
+    )
+    normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm
+    expected = normed @ up.float().T
+    if gated:
+        expected = expected * F.silu(normed @ gate.float().T)
+    assert error(found, expected + 2 * z) < 1e-4
