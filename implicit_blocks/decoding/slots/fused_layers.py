@@ -110,6 +110,7 @@ class FusedMamba2:
                 u_SM=step.u_SU,
                 rows_R=step.rows_R,
                 mamba2=inputs,
+                late=True,
             )
         else:
             z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=into.weight.dtype)
@@ -185,6 +186,7 @@ class FusedAttention:
                 eps=norm.eps,
                 u_SM=u,
                 rows_R=step.rows_R,
+                late=True,
             )
             u = None
         else:

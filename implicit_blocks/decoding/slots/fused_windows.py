@@ -134,7 +134,13 @@ class FusedWindows:
 
         into = mixer.in_proj
         projected, _ = linear_window(
-            x, into.weight, into.bias, length=step.length, scales_M=into.scales, u_TM=step.u_TU
+            x,
+            into.weight,
+            into.bias,
+            length=step.length,
+            scales_M=into.scales,
+            u_TM=step.u_TU,
+            late=True,
         )
         y = attention_window(
             projected,
@@ -163,7 +169,14 @@ class FusedWindows:
         tokens, channels = len(x.value_TK), inputs.taps_SWC.shape[2]
         conv = WindowConv(inputs, step.rows_R, inputs.taps_SWC.new_empty(tokens, channels))
         prepared, _ = linear_window(
-            x, into.weight, into.bias, length=step.length, scales_M=into.scales, u_TM=step.u_TU, conv=conv
+            x,
+            into.weight,
+            into.bias,
+            length=step.length,
+            scales_M=into.scales,
+            u_TM=step.u_TU,
+            conv=conv,
+            late=True,
         )
         gated = mixer.norm
         whole = gated.groups == 1

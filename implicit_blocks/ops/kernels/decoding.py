@@ -97,6 +97,7 @@ def linear_rows(
     rows_R: Tensor | None = None,
     z_RM: Tensor | None = None,
     mamba2: Mamba2Inputs | None = None,
+    late: bool = False,
 ) -> Tensor:
     """Return ``W x + b``, (R, M) float32, row by row; intended for one or two rows.
 
@@ -116,6 +117,7 @@ def linear_rows(
         rows_R: int64, the slot of each row.
         z_RM: float32, added.
         mamba2: applies ``prepare_mamba2`` to the result.
+        late: the next kernel reads states before it waits for this one (``ops.kernels.overlap``).
 
     """
     rows, width = x_RK.shape
@@ -153,6 +155,7 @@ def linear_rows(
             BLOCK_M=tiles.outputs,
             BLOCK_K=tiles.inputs,
             THREADS=32 * tiles.warps,
+            LATE=late,
             **overlapping(x_RK.device),
             num_warps=tiles.warps,
         )
@@ -292,9 +295,11 @@ def _linear_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     THREADS: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)
+    if not LATE:
+        start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < M
@@ -315,6 +320,8 @@ def _linear_rows(
     if NORM:
         norm_first = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_previous(PDL)
+    if LATE:
+        start_next(PDL)
     total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     gate = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)

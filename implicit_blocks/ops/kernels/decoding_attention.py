@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
+from implicit_blocks.ops.kernels.overlap import (
+    on_device,
+    overlapping,
+    prefetch,
+    start_next,
+    wait_for_previous,
+)
 
 SPAN = 128  # past tokens per program, if there are few programs
 PROGRAMS = 264  # programs that occupy a GPU: two per multiprocessor of an H100
@@ -100,6 +106,7 @@ def attention_step(
             SCALED=key_scales_SKT is not None,
             BLOCK_T=(128 if splits > 1 else 256) if few else 32,
             STAGES=1 if few else 3,
+            THREADS=256 if few else 64,
             **overlapping(device),
             num_warps=8 if few else 2,
         )
@@ -176,10 +183,10 @@ def _attention_step(
     SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_for_previous(PDL)
     F: tl.constexpr = P // 2
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -198,6 +205,14 @@ def _attention_step(
     cos = tl.load(cos_ptr + length * F + whole % F).to(tl.float32)
     sin = tl.load(sin_ptr + length * F + whole % F).to(tl.float32)
     sin = tl.where(whole < F, -sin, sin)
+    begin, end = length * 0, length
+    if SPLITS > 1:
+        span = tl.cdiv(length, SPLITS)
+        begin, end = split * span, tl.minimum(length, (split + 1) * span)
+    # The past is that of earlier calls; the token's own vectors are the previous kernel's.
+    prefetch(keys_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
+    prefetch(values_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
+    wait_for_previous(PDL)
     first_q, first_k = head * P, (H + shared) * P
     q = _load_sum(p_ptr, u_ptr, first_q + whole, HAS_U) * cos
     q = (q + _load_sum(p_ptr, u_ptr, first_q + partner, HAS_U) * sin) * scale
@@ -222,10 +237,6 @@ def _attention_step(
     largest = tl.full((BLOCK_T,), 0.0, tl.float32) + own
     weights = tl.zeros((BLOCK_T,), tl.float32)
     y = tl.zeros((BLOCK_T, P), tl.float32)
-    begin, end = length * 0, length
-    if SPLITS > 1:
-        span = tl.cdiv(length, SPLITS)
-        begin, end = split * span, tl.minimum(length, (split + 1) * span)
     for first in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         before = first + place < end
         here = base + (first + place)[:, None] * P + whole[None, :]

@@ -133,8 +133,8 @@ def _prepare_mamba2(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)
     wait_for_previous(PDL)
+    start_next(PDL)  # late, because the scan reads states before it waits
     row = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = m < U
@@ -177,12 +177,12 @@ def _scan_step(
     row = tl.program_id(1).to(tl.int64)
     inner: tl.constexpr = H * P
     rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-    wait_for_previous(PDL)
     slot = tl.load(rows_ptr + row)
     p_ptr += row * U
     width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
     place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
     h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
+    wait_for_previous(PDL)  # for the projection; the state is that of an earlier call
     group = head // (H // G) * N + state
     gate = tl.load(p_ptr + head * P + width)
     x = tl.load(p_ptr + inner + head * P + width)

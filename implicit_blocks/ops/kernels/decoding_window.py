@@ -90,6 +90,7 @@ def linear_window(
     rounded: bool = False,
     out_TM: Tensor | None = None,
     tiles: Tiles | None = None,
+    late: bool = False,
 ) -> tuple[Tensor, Operand | None]:
     """Return ``W x + b`` of all tokens, (T, M), and the next operand.
 
@@ -111,6 +112,7 @@ def linear_window(
         rounded: round the result to x's dtype first.
         out_TM: where the result is written, contiguous; None: a new tensor.
         tiles: instead of those for this shape.
+        late: the next kernel reads states before it waits for this one (``ops.kernels.overlap``).
 
     """
     tokens, width = x.value_TK.shape
@@ -174,6 +176,7 @@ def linear_window(
             BLOCK_K=chosen.inputs,
             STAGES=chosen.stages,
             THREADS=32 * chosen.warps,
+            LATE=late,
             **overlapping(device),
             num_warps=chosen.warps,
         )
@@ -310,9 +313,11 @@ def _linear_window(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     THREADS: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)
+    if not LATE:
+        start_next(PDL)
     # The weights of the program come into the cache before the input is known.
     slab = tl.program_id(0).to(tl.int64) * (BLOCK_M * K)
     end = (slab * 0 + M) * K
@@ -320,6 +325,8 @@ def _linear_window(
     if GATE:
         prefetch(gate_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
     wait_for_previous(PDL)
+    if LATE:
+        start_next(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_T)
     t = tl.program_id(1) * together + column
@@ -441,16 +448,18 @@ def _scan_window(
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_for_previous(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
     part = tl.program_id(0) % (P // BLOCK_P)
     row = tl.program_id(1).to(tl.int64)
     inner: tl.constexpr = H * P
     slot = tl.load(rows_ptr + row)
-    commits = tl.load(commits_ptr + row)
     width, state, token = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N), tl.arange(0, BLOCK_L)
     place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
     h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
+    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    skip = tl.load(d_ptr + head).to(tl.float32)
+    wait_for_previous(PDL)  # for the projection; the state is that of an earlier call
+    commits = tl.load(commits_ptr + row)
     used = token < L
     p_ptr += row * L * U
     line = p_ptr + token[:, None] * U
@@ -462,8 +471,6 @@ def _scan_window(
     c = tl.load(line + (2 * inner + G * N + group)[None, :], mask=wide, other=0.0)
     step_ptr = p_ptr + 2 * inner + 2 * G * N + head
     dt = tl.load(step_ptr + token * U, mask=used, other=0.0)
-    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-    skip = tl.load(d_ptr + head).to(tl.float32)
     # y_j = exp(s_j) C_j h + Σ_{i ≤ j} exp(s_j − s_i) dt_i (C_j B_i) x_i, with s_j = A (dt_0 + … + dt_j).
     # Values of later tokens, which may not be finite, are selected, not multiplied by 0.
     causal = token[:, None] >= token[None, :]

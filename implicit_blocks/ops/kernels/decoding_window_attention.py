@@ -18,7 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, SPAN, arrivals, is_last
-from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
+from implicit_blocks.ops.kernels.overlap import (
+    on_device,
+    overlapping,
+    prefetch,
+    start_next,
+    wait_for_previous,
+)
 
 LEAST = 16  # width of a head, and rows of a product of matrix units
 
@@ -95,6 +101,7 @@ def attention_window(
             BLOCK_Q=max(LEAST, triton.next_power_of_2(n_heads // kv_heads * length)),
             BLOCK_T=128 if half and head_dim <= 128 else 32,
             STAGES=2,
+            THREADS=256 if half else 128,
             **overlapping(device),
             num_warps=8 if half else 4,
         )
@@ -134,10 +141,10 @@ def _attention_window(
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
+    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait_for_previous(PDL)
     F: tl.constexpr = P // 2
     GROUP: tl.constexpr = H // KV
     shared = tl.program_id(0)
@@ -159,6 +166,14 @@ def _attention_window(
     inside = (used & (length + number < C))[:, None]
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32) * sign[None, :]
+    begin, end = length * 0, length
+    if SPLITS > 1:
+        span = tl.cdiv(length, SPLITS)
+        begin, end = split * span, tl.minimum(length, (split + 1) * span)
+    # The past is that of earlier calls; the window's own vectors are the previous kernel's.
+    prefetch(keys_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
+    prefetch(values_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
+    wait_for_previous(PDL)
     q = _rotated(p_ptr, number * U + head * P, cos, sin, partner, used, P)
     # The window's own keys: loaded together, and written before any of them is used.
     token = tl.arange(0, BLOCK_L)
@@ -190,10 +205,6 @@ def _attention_window(
         weights = weights * kept + share
         y = y * kept[:, None] + tl.where(seen[:, None], v[None, :] * share[:, None], 0.0)
         largest = new
-    begin, end = length * 0, length
-    if SPLITS > 1:
-        span = tl.cdiv(length, SPLITS)
-        begin, end = split * span, tl.minimum(length, (split + 1) * span)
     rounded = q.to(kind)
     for first in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         before = first + place < end

@@ -14,7 +14,9 @@ Rules for a kernel that is launched with the options of ``overlapping``:
   writes. Since its predecessor has done the same, all kernels before it have ended then.
 - Before that they read weights alone, which no kernel of a call writes, or prefetch into the L2 cache, which
   reads no value.
-- ``start_next`` is a hint; the first statement is the best place for it.
+- ``start_next`` is best called first: several kernels may then wait at the same time, with their weights.
+  Where the next kernel reads states before it waits, this one calls it after ``wait_for_previous`` (LATE):
+  all kernels before this one have ended then, and the states are those of earlier calls.
 """
 
 from __future__ import annotations
