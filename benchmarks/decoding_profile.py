@@ -4,8 +4,8 @@
     python benchmarks/decoding_profile.py --tiny            # check that it runs, also without a GPU
 
 Random weights in bfloat16, one row, ``--context`` tokens. A call is captured as a graph and replayed:
-``1``, one token; ``4`` (any number), that many tokens in flight, the head and the choice of tokens included;
-``int8``, one token with weights in 8 bits. Each is timed with launches that overlap and without
+``1``, one token; ``4`` (any number), that many tokens in flight, with the head and the choice of tokens;
+``int8`` and ``fp8``, one token with weights in 8 bits. Each is timed with launches that overlap and without
 (``ops.kernels.overlap``), in alternation: medians of ``--rounds`` times 100 replays. The profiler gives start
 and end of each kernel: kernels are grouped by name and grid, ``us`` is their mean duration and ``pause_us``
 the mean time between the end of the kernel before and their start, negative where they overlap.
@@ -30,11 +30,13 @@ from report import machine, write
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.search.options import SearchOptions
 
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["llama_1.3b", "mamba2_1.3b"])
-    parser.add_argument("--calls", nargs="+", default=["1", "4", "int8"])
+    parser.add_argument("--calls", nargs="+", default=["1", "4", "int8", "fp8"])
     parser.add_argument("--context", type=int, default=512, help="prompt length in tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=None, help="maximum number of layers")
@@ -94,7 +96,7 @@ def call_of(model: Any, kind: str, arguments: argparse.Namespace) -> Callable[[]
             tolerance=1e-30,
             max_iterations=1000,
             max_in_flight=in_flight,
-            search_dtype=torch.int8 if kind == "int8" else None,
+            search_dtype=CODES.get(kind),
         )
     batch = decoder.batch
     if arguments.device == "cuda" and batch.fused is None:

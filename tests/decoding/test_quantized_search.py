@@ -26,12 +26,12 @@ def decode(model, prompts=PROMPTS, *, slots=1, count=6, **options):
     return decoder, made
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_solutions_are_those_of_full_precision(family, tiny_model, slots):
+@pytest.mark.parametrize(("slots", "dtype"), [(1, torch.int8), (3, torch.int8), (1, torch.float8_e4m3fn)])
+def test_solutions_are_those_of_full_precision(family, tiny_model, slots, dtype):
     model, tolerance = tiny_model(family), 1e-4
     _, exact = decode(model, tolerance=1e-6)
     _, usual = decode(model, tolerance=tolerance)
-    decoder, found = decode(model, slots=slots, tolerance=tolerance, search_dtype=torch.int8)
+    decoder, found = decode(model, slots=slots, tolerance=tolerance, search_dtype=dtype)
     assert 0 < decoder.quantized.calls < decoder.calls
     for new, old, true in zip(found, usual, exact, strict=True):
         assert [token.token for token in new] == [token.token for token in true]
@@ -86,6 +86,15 @@ def test_models_without_kernels_are_searched_in_full_precision_with_the_reason(t
     messages = [record.message for record in caplog.records if "8 bits" in record.message]
     assert len(messages) == 1
     assert "full precision" in messages[0]
+
+
+def test_rounding_to_floats_of_8_bits_is_that_of_their_mantissa():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    codes, scales = eight_bits(weight, torch.float8_e4m3fn)
+    assert codes.dtype == torch.float8_e4m3fn
+    rounded = eight_bits(weight, torch.float8_e4m3fn).wide(torch.float32)
+    assert torch.equal(rounded, codes.float() * scales[:, None])
+    assert float(((rounded - weight).abs() - weight.abs() / 16 - scales[:, None] / 512).max()) <= 0
 
 
 def test_rounding_is_that_of_one_scale_per_output():

@@ -457,11 +457,11 @@ def test_a_step_with_codes_is_that_of_the_rounded_weights(case):
         batch, quantized = decoder.batch, decoder.quantized
         if kernels and INTERPRETED:
             room = batch.ends.max_seq_len
-            fused = FusedMap(batch.model, batch.states, batch.weights, max_seq_len=room, quantized=True)
+            fused = FusedMap(batch.model, batch.states, batch.weights, max_seq_len=room, quantized=torch.int8)
             quantized.fused, quantized.windows = fused, FusedWindows(fused, torch.float32)
         if not kernels:
             quantized.fused, quantized.windows = None, None
-            quantized.weights = _rounded(batch.weights)
+            quantized.weights = _rounded(batch.weights, torch.int8)
         torch.manual_seed(1)
         for tensor in (batch.search.z, batch.search.best, batch.ends.u_SU):
             tensor.copy_(random(*tensor.shape))

@@ -87,11 +87,11 @@ class ContinuousDecoder:
             decoding). 1 decodes them one after the other, as is done, with a line in the log, where a mixer
             or an option of the search does not support several. None: 4 for at most 4 texts on a GPU where
             fused kernels compute the whole call, otherwise 1.
-        search_dtype: ``torch.int8``: iterations far from a token's fixed point read weights in 8 bits, with
-            one scale per output. The last iterations, and therefore the solution, are in full precision.
-            Tokens are then decoded one after the other. On a GPU kernels serve calls of one or two texts;
-            other calls, and models without the kernels of single tokens, use full precision, with a line in
-            the log. None: full precision.
+        search_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: iterations far from a token's fixed point
+            read weights in 8 bits, with one scale per output. The last iterations, and therefore the
+            solution, are in full precision. Tokens are then decoded one after the other. On a GPU kernels
+            serve calls of one or two texts; other calls, and models without the kernels of single tokens, use
+            full precision, with a line in the log. None: full precision.
         prefill_chunk: number of tokens per step in which prompts are solved while texts are running; the
             memory of a prompt's search is then that of one chunk. None: whole prompts, between two steps.
         prefix_cache_bytes: size of a cache of the states after the chunks of prompts, in bytes: a prompt that

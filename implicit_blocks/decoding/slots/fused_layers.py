@@ -57,7 +57,7 @@ class FusedLayer:
         mixer: FusedMamba2 | FusedAttention,
         gate_up: Tensor | None,
         *,
-        quantized: bool = False,
+        quantized: torch.dtype | None = None,
     ) -> None:
         assert block.mixer_norm is not None  # the layer is plain
         self.norm, self.mixer = block.mixer_norm, mixer
@@ -75,7 +75,7 @@ class FusedLayer:
 class FusedMamba2:
     """Mamba2 with its norm, on the stream and the branch that is not added yet."""
 
-    def __init__(self, mixer: Mamba2, states: Mamba2Slots, *, quantized: bool = False) -> None:
+    def __init__(self, mixer: Mamba2, states: Mamba2Slots, *, quantized: torch.dtype | None = None) -> None:
         self.module, self.states = mixer, states
         self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
         self.conv_weight = mixer.conv.weight.detach().t().contiguous()
@@ -157,7 +157,7 @@ class FusedAttention:
         states: AttentionSlots,
         tables: tuple[Tensor, Tensor],
         *,
-        quantized: bool = False,
+        quantized: torch.dtype | None = None,
     ) -> None:
         from implicit_blocks.ops.kernels.decoding_attention import arrivals
 
@@ -214,12 +214,12 @@ class FusedAttention:
 class FusedSwiGLU:
     """SwiGLU with its norm, on the stream and the branch that is not added yet."""
 
-    def __init__(self, mlp: nn.Module, gate_up: Tensor | None, *, quantized: bool) -> None:
+    def __init__(self, mlp: nn.Module, gate_up: Tensor | None, *, quantized: torch.dtype | None) -> None:
         assert isinstance(mlp, SwiGLU)
         parts = (mlp.gate_proj, mlp.up_proj, mlp.out_proj)
         self.gate, self.up, self.out = (_cached(part, quantized) for part in parts)
         self.both: Matrix | None = None  # one product for many rows
-        if quantized:
+        if quantized is not None:
             return
         if gate_up is None:  # the layers prepare their weights themselves
             gate_up = torch.cat((self.gate.weight, self.up.weight))
@@ -249,10 +249,10 @@ class FusedSwiGLU:
         return z, Branch(out(silu_product(self.both(normed))))
 
 
-def _cached(layer: nn.Module, quantized: bool) -> Matrix:
+def _cached(layer: nn.Module, quantized: torch.dtype | None) -> Matrix:
     assert isinstance(layer, Linear)
     weight, bias = layer.prepared() if layer.cached is None else layer.cached
-    if quantized:
-        codes, scales = eight_bits(weight.detach())
+    if quantized is not None:
+        codes, scales = eight_bits(weight.detach(), quantized)
         return Matrix(codes.contiguous(), bias, scales)
     return Matrix(weight.detach().contiguous(), bias)

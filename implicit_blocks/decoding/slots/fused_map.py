@@ -86,7 +86,8 @@ def _plain_linears(part: nn.Module) -> bool:
 class FusedMap:
     """``f(z)`` of one token in each slot; a committing call replaces the states in place.
 
-    With ``quantized`` weights, in 8 bits, it serves at most ``FEW`` rows, in calls that do not commit.
+    With weights in ``quantized``, a type of 8 bits, it serves at most ``FEW`` rows, in calls that do not
+    commit.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class FusedMap:
         weights: WeightCache,
         *,
         max_seq_len: int,
-        quantized: bool = False,
+        quantized: torch.dtype | None = None,
     ) -> None:
         self.norm, self.weights = model.backbone.norm, weights
         injection = model.injection
@@ -105,7 +106,9 @@ class FusedMap:
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
         mlps = [block.mlp for block in model.backbone.blocks()]
         both = [
-            weights.fuse(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) and not quantized else None
+            weights.fuse(mlp.gate_proj, mlp.up_proj)
+            if isinstance(mlp, SwiGLU) and quantized is None
+            else None
             for mlp in mlps
         ]
         with weights.activate():
@@ -120,7 +123,9 @@ class FusedMap:
                     rotations = _tables(block.mixer, tables, max_seq_len, state)
                     mixer = FusedAttention(block.mixer, state, rotations, quantized=quantized)
                 self.layers.append(FusedLayer(block, mixer, gate_up, quantized=quantized))
-        recurrent = [] if quantized else [state for state in states if isinstance(state, Mamba2Slots)]
+        recurrent = (
+            [] if quantized is not None else [state for state in states if isinstance(state, Mamba2Slots)]
+        )
         self.entries = _side_by_side(recurrent)
 
     def bind(

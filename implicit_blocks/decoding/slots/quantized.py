@@ -2,9 +2,9 @@
 
 For a few rows the time of a call is that of reading the weights, and an iteration far from the fixed point
 does not need them in full precision: with one scale per row of a matrix, their rounding changes the map's
-value by about 1 %. A search begins with them, continues in full precision once its residual is below
-``BEGIN_FINE``, and converges and commits there, so that its solution is that of full precision. Only calls in
-full precision count as converged, or as the best iterate.
+value by about 1 % (int8) or 3 % (``float8_e4m3fn``). A search begins with them, continues in full precision
+once its residual is below ``BEGIN_FINE``, and converges and commits there, so that its solution is that of
+full precision. Only calls in full precision count as converged, or as the best iterate.
 
 Shape legend: S slots, R of them in a step, D model width.
 """
@@ -34,7 +34,7 @@ from implicit_blocks.weights.cache import WeightCache
 
 _LOG = logging.getLogger(__name__)
 
-BEGIN_FINE = 0.03
+BEGIN_FINE = {torch.int8: 0.03, torch.float8_e4m3fn: 0.1}
 """Residual from which a search is in full precision: three times the rounding error of the weights."""
 
 
@@ -44,26 +44,27 @@ def quantized_search(
     """Return the searches of a batch with weights in ``dtype``; None, and a line in the log, without kernels.
 
     Raises:
-        ValueError: another dtype than ``torch.int8``, or tokens in flight.
+        ValueError: a dtype that is not one of 8 bits, or tokens in flight.
 
     """
     if dtype is None:
         return None
-    if dtype != torch.int8:
-        raise ValueError(f"search_dtype is {dtype}; choose torch.int8, or None for full precision")
+    if dtype not in BEGIN_FINE:
+        known = " or ".join(map(str, BEGIN_FINE))
+        raise ValueError(f"search_dtype is {dtype}; choose {known}, or None for full precision")
     if in_flight is not None and in_flight > 1:
         raise ValueError(
             f"search_dtype is {dtype} and max_in_flight {in_flight}, and such a search is of one token per "
             "text; give one of them"
         )
-    why = _obstacle(batch)
+    why = _obstacle(batch, dtype)
     if why is not None:
         _report_once(why)
         return None
-    return QuantizedSearch(batch)
+    return QuantizedSearch(batch, dtype)
 
 
-def _obstacle(batch: SlotBatch) -> str | None:
+def _obstacle(batch: SlotBatch, dtype: torch.dtype) -> str | None:
     """Return the reason why searches cannot use weights in 8 bits, or None."""
     search = batch.search
     if search.solver is None or search.exit is not None or search.averages is not None:
@@ -72,6 +73,12 @@ def _obstacle(batch: SlotBatch) -> str | None:
         return f"the solver {type(search.solver).__name__} has a stopping rule of its own"
     if batch.device.type != "cpu" and batch.fused is None:
         return "the model runs without the fused kernels of single tokens, which read them"
+    if dtype.is_floating_point and batch.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(batch.device)
+        if capability < (8, 9):
+            return (
+                f"{dtype} requires compute capability 8.9, and this GPU has {'.'.join(map(str, capability))}"
+            )
     return None
 
 
@@ -87,8 +94,8 @@ class QuantizedSearch:
     reference that is not faster.
     """
 
-    def __init__(self, batch: SlotBatch) -> None:
-        self.batch = batch
+    def __init__(self, batch: SlotBatch, dtype: torch.dtype) -> None:
+        self.batch, self.begin_fine = batch, BEGIN_FINE[dtype]
         self.coarse_S = torch.zeros_like(batch.busy_S)
         """Whether the search of each slot is far from its fixed point."""
         self.calls = 0
@@ -100,13 +107,13 @@ class QuantizedSearch:
         if batch.fused is not None:
             max_seq_len = batch.ends.max_seq_len
             self.fused = FusedMap(
-                batch.model, batch.states, batch.weights, max_seq_len=max_seq_len, quantized=True
+                batch.model, batch.states, batch.weights, max_seq_len=max_seq_len, quantized=dtype
             )
-            dtype = batch.fused.layers[0].mixer.in_proj.weight.dtype
-            if windows_obstacle(self.fused, tokens=1, dtype=dtype) is None:
-                self.windows = FusedWindows(self.fused, dtype)
+            full = batch.fused.layers[0].mixer.in_proj.weight.dtype
+            if windows_obstacle(self.fused, tokens=1, dtype=full) is None:
+                self.windows = FusedWindows(self.fused, full)
         else:
-            self.weights = _rounded(batch.weights)
+            self.weights = _rounded(batch.weights, dtype)
         self._flags: AsyncHostCopy | None = None
         self._known: tuple[int, list[bool]] = (-1, [])
         self._fine: dict[int, int] = {}  # slots, and the first calls of searches that are in full precision
@@ -176,7 +183,7 @@ class QuantizedSearch:
         finite_R = residual_R.isfinite() & further.sum(-1).isfinite()
         moves_R = active_R & finite_R
         iterations = iterations + active_R
-        far_R = finite_R & (residual_R > BEGIN_FINE) & (residual_R > tolerance) & (2 * iterations < most)
+        far_R = finite_R & (residual_R > self.begin_fine) & (residual_R > tolerance) & (2 * iterations < most)
         further = torch.where(moves_R[:, None], further, z_RD)
         search.z[rows_R] = further
         search.best[rows_R] = torch.where(moves_R[:, None], further, search.best[rows_R])
@@ -215,18 +222,18 @@ class QuantizedSearch:
             scale_S=search.scale,
             iterations_S=search.iterations,
             damping=solver.damping,
-            begin_fine=max(BEGIN_FINE, stopping.tolerance),
+            begin_fine=max(self.begin_fine, stopping.tolerance),
             max_iterations=stopping.max_iterations,
             relative=stopping.norm == "relative",
         )
 
 
-def _rounded(weights: WeightCache) -> WeightCache:
-    """Return the same weights, of linear layers rounded to 8 bits."""
+def _rounded(weights: WeightCache, dtype: torch.dtype) -> WeightCache:
+    """Return the same weights, of linear layers rounded to a type of 8 bits."""
     copy = weights.copied()
     with torch.no_grad():
         for holder, value in copy.items():
             if isinstance(holder, Linear):
                 weight, _ = value
-                weight.copy_(eight_bits(weight).wide(weight.dtype))
+                weight.copy_(eight_bits(weight, dtype).wide(weight.dtype))
     return copy

@@ -308,9 +308,9 @@ def _linear_rows(
     # The weights are loaded before the input is known; of wide matrices the others into the cache.
     inside = column < K
     both = real[:, None] & inside[None, :]
-    w_first = tl.load(w_ptr + weight, mask=both, other=0)
+    w_first = tl.load(w_ptr + weight, mask=both, other=0.0)
     if GATE:
-        v_first = tl.load(gate_ptr + weight, mask=both, other=0)
+        v_first = tl.load(gate_ptr + weight, mask=both, other=0.0)
     if K > BLOCK_K:
         slab = tl.program_id(1).to(tl.int64) * (BLOCK_M * K)
         end = (slab * 0 + M) * K
@@ -340,7 +340,7 @@ def _linear_rows(
         if first == 0:
             w = w_first.to(tl.float32)
         else:
-            w = tl.load(w_ptr + weight + first, mask=both, other=0).to(tl.float32)
+            w = tl.load(w_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * K + first + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             # The norm's divisor is one number per row, so the product need not wait for it.
@@ -354,7 +354,7 @@ def _linear_rows(
             if first == 0:
                 v = v_first.to(tl.float32)
             else:
-                v = tl.load(gate_ptr + weight + first, mask=both, other=0).to(tl.float32)
+                v = tl.load(gate_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
             gate += v * x[None, :]
     y = tl.sum(total, axis=1)
     if SCALED:

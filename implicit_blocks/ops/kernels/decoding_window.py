@@ -373,10 +373,10 @@ def _linear_window(
     for first in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
         read = real[None, :, None] & (first + along_w < K)
         x = tl.load(x_ptr + token + first, mask=used[None, None, :] & (first + along_x < K), other=0.0)
-        w = tl.load(w_ptr + weight + first, mask=read, other=0).to(x.dtype)
+        w = tl.load(w_ptr + weight + first, mask=read, other=0.0).to(x.dtype)
         total = tl.dot(w, x, total, input_precision=PRECISION)
         if GATE:
-            v = tl.load(gate_ptr + weight + first, mask=read, other=0).to(x.dtype)
+            v = tl.load(gate_ptr + weight + first, mask=read, other=0.0).to(x.dtype)
             gate = tl.dot(v, x, gate, input_precision=PRECISION)
     y = tl.sum(total, axis=0)
     if SCALED:
