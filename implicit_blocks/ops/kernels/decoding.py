@@ -66,11 +66,16 @@ class Branch(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The tiles of a product row by row: outputs of a program, inputs of a tile, warps."""
+    """The tiles of a product row by row: outputs of a program, inputs of a tile, warps.
+
+    Where there are several tiles of inputs, the weights of ``ahead`` outputs are prefetched before the input
+    is known; the first tile is loaded in any case.
+    """
 
     outputs: int = 4
     inputs: int = 2048
     warps: int = 4
+    ahead: int = 16
 
 
 def row_tiles(width: int, *, gate: bool) -> RowTiles:
@@ -155,6 +160,7 @@ def linear_rows(
             BLOCK_M=tiles.outputs,
             BLOCK_K=tiles.inputs,
             THREADS=32 * tiles.warps,
+            AHEAD=min(tiles.ahead, tiles.outputs),
             LATE=late,
             **overlapping(x_RK.device),
             num_warps=tiles.warps,
@@ -295,6 +301,7 @@ def _linear_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     THREADS: tl.constexpr,
+    AHEAD: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -311,12 +318,12 @@ def _linear_rows(
     w_first = tl.load(w_ptr + weight, mask=both, other=0.0)
     if GATE:
         v_first = tl.load(gate_ptr + weight, mask=both, other=0.0)
-    if K > BLOCK_K:
+    if K > BLOCK_K and AHEAD > 0:
         slab = tl.program_id(1).to(tl.int64) * (BLOCK_M * K)
         end = (slab * 0 + M) * K
-        prefetch(w_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+        prefetch(w_ptr, slab, end, AHEAD * K, THREADS, PDL)
         if GATE:
-            prefetch(gate_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+            prefetch(gate_ptr, slab, end, AHEAD * K, THREADS, PDL)
     if NORM:
         norm_first = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_previous(PDL)

@@ -56,13 +56,17 @@ class WindowConv(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles of a product: outputs of a program, parts of its inputs and their width, stages, warps."""
+    """The tiles of a product: outputs of a program, parts of its inputs and their width, stages, warps.
+
+    ``ahead`` is the number of a program's outputs whose weights it prefetches before its input is known.
+    """
 
     outputs: int = 16
     parts: int = 4
     inputs: int = 64
     stages: int = 4
     warps: int = 4
+    ahead: int = 16
 
 
 def tiles_of(width: int, *, wide: bool, gate: bool) -> Tiles:
@@ -176,6 +180,7 @@ def linear_window(
             BLOCK_K=chosen.inputs,
             STAGES=chosen.stages,
             THREADS=32 * chosen.warps,
+            AHEAD=chosen.ahead,
             LATE=late,
             **overlapping(device),
             num_warps=chosen.warps,
@@ -313,17 +318,18 @@ def _linear_window(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     THREADS: tl.constexpr,
+    AHEAD: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if not LATE:
         start_next(PDL)
-    # The weights of the program come into the cache before the input is known.
-    slab = tl.program_id(0).to(tl.int64) * (BLOCK_M * K)
-    end = (slab * 0 + M) * K
-    prefetch(w_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
-    if GATE:
-        prefetch(gate_ptr, slab, end, BLOCK_M * K, THREADS, PDL)
+    if AHEAD > 0:  # weights come into the cache before the input is known
+        slab = tl.program_id(0).to(tl.int64) * (BLOCK_M * K)
+        end = (slab * 0 + M) * K
+        prefetch(w_ptr, slab, end, AHEAD * K, THREADS, PDL)
+        if GATE:
+            prefetch(gate_ptr, slab, end, AHEAD * K, THREADS, PDL)
     wait_for_previous(PDL)
     if LATE:
         start_next(PDL)
