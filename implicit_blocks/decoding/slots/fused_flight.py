@@ -1,20 +1,20 @@
 """Calls on tokens in flight in a few kernels around the map: Picard iteration of models without other parts.
 
-Shape legend: R rows of a call, each in a slot; W tokens in flight, T = R · W tokens of a call, row by row; U
-injection width, E width of what the injection reads.
+Shape legend: R rows of a call, each in a slot; W tokens in flight, T = R · W tokens of a call, row by row; D
+model width, U injection width, E width of what the injection reads.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from implicit_blocks.decoding.slots.fused_layers import Matrix
 from implicit_blocks.decoding.slots.fused_map import FusedMap
 from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep
 from implicit_blocks.injections.projection import Projection
-from implicit_blocks.layers import Linear
+from implicit_blocks.layers import Linear, RMSNorm
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.parts import scaled
 from implicit_blocks.solvers import Picard
@@ -41,23 +41,62 @@ class FusedFlight:
 
     def __init__(self, wavefront: Wavefront, fused: FusedWindows) -> None:
         self.wavefront, self.fused = wavefront, fused
+        self.norm: RMSNorm | None = None
+        """The norm of embedded tokens, where one product of its value is all that is injected."""
+        self.matrix: Matrix | None = None
+        """That product."""
+        model, weights = wavefront.batch.model, wavefront.batch.weights
+        injection = model.injection
+        if type(injection) is not Projection or type(injection.proj) is not Linear:
+            return
+        with weights.activate():
+            weight, bias = injection.proj.current()
+        if weight.dtype == fused.dtype and type(model.embedding) is nn.Embedding:
+            self.norm, self.matrix = injection.norm, Matrix(weight.detach().contiguous(), bias)
 
     def call(self, rows_R: Tensor, results: Results) -> None:
         """Call the map on all windows; see ``Wavefront.call``."""
-        from implicit_blocks.ops.kernels.decoding_wavefront import begin_tokens, take_values
+        from implicit_blocks.ops.kernels.decoding_wavefront import (
+            Entry,
+            begin_tokens,
+            choose_tokens,
+            take_values,
+        )
         from implicit_blocks.ops.kernels.decoding_window import Operand, linear_window
 
-        batch, windows = self.wavefront.batch, self._windows()
+        batch, windows, fused = self.wavefront.batch, self._windows(), self.fused
         model, solver, stopping = batch.model, batch.search.solver, batch.search.stopping
         assert isinstance(solver, Picard)
         assert stopping is not None
-        begun = begin_tokens(windows, rows_R)
-        u_TU, e_TE = self._injected(rows_R)
-        step = WindowStep(self.wavefront.tokens, rows_R, begun.lengths_R, begun.commits_R, u_TU)
+        tokens, first = self.wavefront.tokens, fused.fused.layers[0].norm
+        norm = self.norm or first
+        entry = Entry(
+            model.embedding.weight,
+            model.spec.embedding_scale,
+            norm.weight,
+            norm.eps,
+            first.weight,
+            first.eps,
+            fused.dtype,
+        )
+        begun = begin_tokens(windows, rows_R, entry)
+        u_TU: Tensor | None
+        if self.matrix is not None:
+            last, weight, bias = fused.fused.norm, self.matrix.weight, self.matrix.bias
+            u_TU, _ = linear_window(Operand(begun.x_TD), weight, bias, length=tokens, dtype=fused.dtype)
+            step = WindowStep(tokens, rows_R, begun.lengths_R, begun.commits_R, u_TU)
+            fz_TD = fused.stream(begun.z_TD, Operand(begun.first_TD), step)
+        else:
+            last = None
+            u_TU, e_TE = self._injected(rows_R)
+            step = WindowStep(tokens, rows_R, begun.lengths_R, begun.commits_R, u_TU)
+            fz_TD = fused(begun.z_TD, step, e_TE)
         hidden = take_values(
             windows,
             rows_R,
-            self.fused(begun.z_TD, step, e_TE),
+            fz_TD,
+            norm_D=None if last is None else last.weight,
+            eps=0.0 if last is None else last.eps,
             value_TD=results.value,
             following_TD=results.following,
             damping=solver.damping,
@@ -66,10 +105,10 @@ class FusedFlight:
         )
         logits = results.logits.flatten(0, 1)
         head = batch.head[: logits.shape[-1]]
-        linear_window(Operand(hidden), head, length=self.wavefront.tokens, rounded=True, out_TM=logits)
+        linear_window(Operand(hidden), head, length=tokens, rounded=True, out_TM=logits)
         if model.spec.logit_scale != 1 or model.spec.logit_softcap is not None:
             results.logits.copy_(model.scale_logits(results.logits))
-        torch.argmax(results.logits, -1, out=results.chosen)
+        choose_tokens(logits, results.chosen)
 
     def decide(self, rows_R: Tensor, results: Results) -> None:
         """Decide on all tokens; see ``Wavefront.decide``."""
@@ -103,23 +142,8 @@ class FusedFlight:
 
     def _injected(self, rows_R: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return what the tokens' embeddings add to the mixers' projections, (T, U), and ``e``, (T, E)."""
-        from implicit_blocks.ops.kernels.decoding import add_norm
-        from implicit_blocks.ops.kernels.decoding_window import Operand, linear_window
-
-        batch, tokens = self.wavefront.batch, self.wavefront.tokens
+        batch = self.wavefront.batch
         model = batch.model
         x_TD = model.embedding(self.wavefront.flight.tokens[rows_R].flatten())
-        x_TD = scaled(x_TD, model.spec.embedding_scale)
-        injection = model.injection
-        if type(injection) is Projection and type(injection.proj) is Linear:
-            with batch.weights.activate():
-                weight, bias = injection.proj.current()
-            if weight.dtype == self.fused.dtype:
-                norm = injection.norm
-                _, normed = add_norm(x_TD, None, norm.weight, eps=norm.eps, dtype=weight.dtype)
-                u_TU, _ = linear_window(
-                    Operand(normed), weight.detach().contiguous(), bias, length=tokens, dtype=weight.dtype
-                )
-                return u_TU, None
-        u, e = model.inject(x_TD, batch.weights)
+        u, e = model.inject(scaled(x_TD, model.spec.embedding_scale), batch.weights)
         return (None if u is None else u.contiguous()), e

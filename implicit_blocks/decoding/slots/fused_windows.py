@@ -102,17 +102,21 @@ class FusedWindows:
         from implicit_blocks.ops.kernels.decoding import add_norm
         from implicit_blocks.ops.kernels.decoding_window import Operand
 
-        layers, norm = self.fused.layers, self.fused.norm
-        first = layers[0].norm
+        first, norm = self.fused.layers[0].norm, self.fused.norm
         z_TD = z_TD.contiguous()
         _, normed = add_norm(z_TD, None, first.weight, eps=first.eps, dtype=self.dtype)
-        x: Operand | None = Operand(normed)
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            assert x is not None
-            z_TD, x = self._layer(layer, z_TD, x, None if following is None else following.norm, step)
+        z_TD = self.stream(z_TD, Operand(normed), step)
         if norm is None:
             return z_TD
         return add_norm(z_TD, None, norm.weight, eps=norm.eps, dtype=z_TD.dtype)[1]
+
+    def stream(self, z_TD: Tensor, x: Operand | None, step: WindowStep) -> Tensor:
+        """Return the residual stream after all layers; ``x`` is z after the norm of the first one."""
+        layers = self.fused.layers
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            assert x is not None
+            z_TD, x = self._layer(layer, z_TD, x, None if following is None else following.norm, step)
+        return z_TD
 
     def _layer(
         self, layer: FusedLayer, z: Tensor, x: Operand, after: RMSNorm | None, step: WindowStep

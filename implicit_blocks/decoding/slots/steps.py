@@ -13,7 +13,15 @@ import torch
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.decoding.slots.batch import report_searches
 from implicit_blocks.decoding.slots.prefill import Prefill
-from implicit_blocks.decoding.slots.texts import Chosen, Flown, alike, draw_in_flight, draw_tokens, filled_up
+from implicit_blocks.decoding.slots.texts import (
+    Chosen,
+    Flown,
+    alike,
+    by_rule,
+    draw_in_flight,
+    draw_tokens,
+    filled_up,
+)
 from implicit_blocks.decoding.slots.wavefront import Wavefront
 
 if TYPE_CHECKING:
@@ -100,11 +108,15 @@ def fly(decoder: ContinuousDecoder, wavefront: Wavefront, size: int) -> None:
     """Call the map on all tokens in flight, and choose the tokens after them."""
     rows_R = decoder.batch.places("step", size).rows_R
     texts = {place: text for place, slot in enumerate(decoder._rows) if (text := decoder.texts[slot])}
-    wavefront.call(size)
     results = wavefront.results(size)
-    logits = results.logits.clone()  # the model's, which processors change
-    draw_in_flight(wavefront, size, rows_R, texts)
-    wavefront.decide(size)
+    if by_rule(texts):
+        wavefront.call(size)
+        logits = results.logits.clone()  # the model's, which processors change
+        draw_in_flight(wavefront, size, rows_R, texts)
+        wavefront.decide(size)
+    else:
+        wavefront.advance(size)
+        logits = results.logits.clone()  # the next call replaces them
     decoder.calls += 1
     decoder.rows_called += size
     report = AsyncHostCopy(results.report)

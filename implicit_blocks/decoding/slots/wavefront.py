@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
-from implicit_blocks.decoding.slots.fused_flight import FusedFlight, fused_flight
+from implicit_blocks.decoding.slots.fused_flight import fused_flight
 from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
@@ -69,6 +69,9 @@ class Results(NamedTuple):
     """(R, W) int64: the tokens chosen from them."""
     report: Tensor
     """(5, R, W) float64: solved in this call, chosen token, iterations, residual, converged."""
+
+
+Procedure = Callable[[Tensor, Results], None]
 
 
 class Wavefront:
@@ -148,9 +151,8 @@ class Wavefront:
 
         Commits the first tokens that are done, and chooses the most likely tokens.
         """
-        rows_R = self.batch.places("step", size).rows_R
-        whole, results = self._whole(size), self.results(size)
-        call = self._call if whole is None else whole.call
+        rows_R, results = self.batch.places("step", size).rows_R, self.results(size)
+        call, _ = self._procedures(size)
         self.batch.do("wave", size, lambda: call(rows_R, results))
 
     def keys(self, rows_R: Tensor) -> Tensor:
@@ -161,16 +163,27 @@ class Wavefront:
 
     def decide(self, size: int) -> None:
         """Decide which tokens are solved, begin anew, begin or continue, given the chosen tokens."""
-        rows_R = self.batch.places("step", size).rows_R
-        whole, results = self._whole(size), self.results(size)
-        if whole is not None:
-            self.batch.do("decide", size, lambda: whole.decide(rows_R, results))
-        else:
-            self.batch.do("decide", size, lambda: _decide(self, rows_R, results))
+        rows_R, results = self.batch.places("step", size).rows_R, self.results(size)
+        _, decide = self._procedures(size)
+        self.batch.do("decide", size, lambda: decide(rows_R, results))
 
-    def _whole(self, size: int) -> FusedFlight | None:
-        """Return the calls in kernels, or None where plain operators surround the map."""
-        return self.whole if self.batch.fused is not None and size * self.tokens <= MANY else None
+    def advance(self, size: int) -> None:
+        """Call the map and decide, given the most likely tokens."""
+        rows_R, results = self.batch.places("step", size).rows_R, self.results(size)
+        call, decide = self._procedures(size)
+
+        def both() -> None:
+            call(rows_R, results)
+            decide(rows_R, results)
+
+        self.batch.do("advance", size, both)
+
+    def _procedures(self, size: int) -> tuple[Procedure, Procedure]:
+        """Return what calls the map and what decides, in kernels where whole calls are."""
+        whole, tokens = self.whole, size * self.tokens
+        if whole is not None and self.batch.fused is not None and tokens <= MANY:
+            return whole.call, whole.decide
+        return self._call, lambda rows_R, results: _decide(self, rows_R, results)
 
     def _width(self, rows_R: Tensor) -> int:
         """Return the number of tokens of a call: all W if captured, else those in flight."""

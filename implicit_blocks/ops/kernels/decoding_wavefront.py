@@ -50,18 +50,39 @@ class Windows(NamedTuple):
         return tuple(t.view(torch.int8) if t.dtype == torch.bool else t for t in self)
 
 
+class Entry(NamedTuple):
+    """What precedes the first products of a call: embedding times ``factor``, and two RMS norms."""
+
+    embedding_VD: Tensor
+    factor: float
+    norm_D: Tensor
+    """The weight of the norm of embedded tokens."""
+    norm_eps: float
+    first_D: Tensor
+    """The weight of the norm of points."""
+    first_eps: float
+    dtype: torch.dtype
+    """Of the normalized vectors."""
+
+
 class Begun(NamedTuple):
-    """The inputs of the map: points (T, D), lengths (R,), numbers of tokens that it commits (R,)."""
+    """The inputs of the map: points (T, D), lengths (R,), numbers of tokens that it commits (R,).
+
+    ``x_TD`` are the normalized embeddings of the tokens, and ``first_TD`` the normalized points.
+    """
 
     z_TD: Tensor
     lengths_R: Tensor
     commits_R: Tensor
+    x_TD: Tensor
+    first_TD: Tensor
 
 
-def begin_tokens(windows: Windows, rows_R: Tensor) -> Begun:
+def begin_tokens(windows: Windows, rows_R: Tensor, entry: Entry) -> Begun:
     """Begin fresh tokens at zeros, count the calls, and return the inputs of the map."""
     rows, (_, tokens, width) = len(rows_R), windows.z.shape
     z = windows.z.new_empty(rows * tokens, width)
+    x, first = torch.empty_like(z, dtype=entry.dtype), torch.empty_like(z, dtype=entry.dtype)
     lengths, commits = torch.empty_like(rows_R), torch.empty_like(rows_R)
     with on_device(z.device):
         _begin_tokens[(rows * tokens,)](
@@ -70,6 +91,14 @@ def begin_tokens(windows: Windows, rows_R: Tensor) -> Begun:
             z,
             lengths,
             commits,
+            entry.embedding_VD,
+            entry.norm_D,
+            entry.first_D,
+            x,
+            first,
+            entry.factor,
+            entry.norm_eps,
+            entry.first_eps,
             width,
             SMALLEST=SMALLEST_SCALE,  # as an argument it would be a float32, 0
             W=tokens,
@@ -78,7 +107,7 @@ def begin_tokens(windows: Windows, rows_R: Tensor) -> Begun:
             **overlapping(z.device),
             num_warps=4,
         )
-    return Begun(z, lengths, commits)
+    return Begun(z, lengths, commits, x, first)
 
 
 def take_values(
@@ -86,6 +115,8 @@ def take_values(
     rows_R: Tensor,
     fz_TD: Tensor,
     *,
+    norm_D: Tensor | None,
+    eps: float,
     value_TD: Tensor,
     following_TD: Tensor,
     damping: float,
@@ -94,7 +125,8 @@ def take_values(
 ) -> Tensor:
     """Store values and next points, and update residuals; return the values in ``dtype``.
 
-    A value that is not finite is replaced by its point, after its residual is measured.
+    The values are those of ``fz_TD`` after an RMS norm with ``norm_D``, if there is one. A value that is not
+    finite is replaced by its point, after its residual is measured.
     """
     tokens, width = windows.z.shape[1:]
     hidden = torch.empty_like(fz_TD, dtype=dtype)
@@ -102,6 +134,7 @@ def take_values(
         _take_values[(len(fz_TD),)](
             rows_R,
             fz_TD,
+            fz_TD if norm_D is None else norm_D,
             windows.z,
             windows.residual,
             windows.scale,
@@ -111,6 +144,8 @@ def take_values(
             width,
             damping,
             RELATIVE_FLOOR,
+            eps,
+            NORM=norm_D is not None,
             RELATIVE=relative,
             W=tokens,
             BLOCK=triton.next_power_of_2(width),
@@ -118,6 +153,20 @@ def take_values(
             num_warps=4,
         )
     return hidden
+
+
+def choose_tokens(logits_TV: Tensor, chosen_T: Tensor) -> None:
+    """Write the index of the largest logit of each row, the first one of equal ones."""
+    rows, words = logits_TV.shape
+    with on_device(logits_TV.device):
+        _choose_tokens[(rows,)](
+            logits_TV,
+            chosen_T,
+            words,
+            BLOCK=min(8192, triton.next_power_of_2(words)),
+            **overlapping(logits_TV.device),
+            num_warps=16,
+        )
 
 
 def decide_tokens(
@@ -159,7 +208,8 @@ def decide_tokens(
 def _begin_tokens(
     rows_ptr, tokens_ptr, next_ptr, z_ptr, best_ptr, lowest_ptr, residual_ptr, scale_ptr, iterations_ptr,
     as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
-    z_out_ptr, lengths_out_ptr, commits_out_ptr, D,
+    z_out_ptr, lengths_out_ptr, commits_out_ptr,
+    embedding_ptr, norm_ptr, first_ptr, x_out_ptr, first_out_ptr, factor, norm_eps, first_eps, D,
     SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -176,6 +226,7 @@ def _begin_tokens(
     done = tl.load(done_ptr + at) != 0
     as_head = tl.load(as_head_ptr + at)
     iterations = tl.load(iterations_ptr + at)
+    word = tl.load(tokens_ptr + at)
     tl.debug_barrier()  # all threads have loaded what the stores below replace
     head = number == commits
     begins = head & (fresh | (as_head == 0))
@@ -183,7 +234,16 @@ def _begin_tokens(
     z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
     z = tl.where(fresh, 0.0, z)
     tl.store(z_ptr + at * D + column, z, mask=real)
-    tl.store(z_out_ptr + tl.program_id(0).to(tl.int64) * D + column, z, mask=real)
+    here = tl.program_id(0).to(tl.int64) * D + column
+    tl.store(z_out_ptr + here, z, mask=real)
+    weight = tl.load(first_ptr + column, mask=real, other=0.0).to(tl.float32)
+    first = z * (1.0 / tl.sqrt(tl.sum(z * z) / D + first_eps)) * weight
+    tl.store(first_out_ptr + here, first.to(first_out_ptr.dtype.element_ty), mask=real)
+    x = tl.load(embedding_ptr + word * D + column, mask=real, other=0.0)
+    x = (x * factor).to(embedding_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(norm_ptr + column, mask=real, other=0.0).to(tl.float32)
+    x = x * (1.0 / tl.sqrt(tl.sum(x * x) / D + norm_eps)) * weight
+    tl.store(x_out_ptr + here, x.to(x_out_ptr.dtype.element_ty), mask=real)
     tl.store(best_ptr + at * D + column, z, mask=real & begins)
     tl.store(lowest_ptr + at, float("inf"), mask=begins)
     tl.store(scale_ptr + at, SMALLEST, mask=fresh)
@@ -199,8 +259,8 @@ def _begin_tokens(
 
 @triton.jit
 def _take_values(
-    rows_ptr, fz_ptr, z_ptr, residual_ptr, scale_ptr, value_ptr, following_ptr, hidden_ptr, D, damping, floor,
-    RELATIVE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, fz_ptr, norm_ptr, z_ptr, residual_ptr, scale_ptr, value_ptr, following_ptr, hidden_ptr,
+    D, damping, floor, eps, NORM: tl.constexpr, RELATIVE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -210,6 +270,9 @@ def _take_values(
     column = tl.arange(0, BLOCK)
     real = column < D
     fz = tl.load(fz_ptr + token * D + column, mask=real, other=0.0)
+    if NORM:
+        weight = tl.load(norm_ptr + column, mask=real, other=0.0).to(tl.float32)
+        fz = fz * (1.0 / tl.sqrt(tl.sum(fz * fz) / D + eps)) * weight
     z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
     step = fz - z
     wide = step.to(tl.float64)  # float32 cannot hold squares of numbers above 2e19
@@ -225,6 +288,23 @@ def _take_values(
     tl.store(value_ptr + token * D + column, value, mask=real)
     tl.store(following_ptr + token * D + column, further, mask=real)
     tl.store(hidden_ptr + token * D + column, value.to(hidden_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _choose_tokens(logits_ptr, chosen_ptr, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    start_next(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    index = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, V, BLOCK):
+        value = tl.load(logits_ptr + row * V + first + place, mask=first + place < V, other=float("-inf"))
+        larger = value > largest
+        largest = tl.where(larger, value, largest)
+        index = tl.where(larger, first + place, index)
+    most = tl.max(largest, axis=0)
+    tl.store(chosen_ptr + row, tl.min(tl.where(largest == most, index, V), axis=0).to(tl.int64))
 
 
 @triton.jit
