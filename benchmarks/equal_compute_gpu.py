@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -58,7 +59,8 @@ def plans() -> dict[str, list[dict[str, Any]]]:
         "llama_half": _llama_half(),
         "llama_half_small": _half_small(),
         "fresh_half": _fresh_muon(),
-        "mamba2_half": _mamba2_half(),
+        "mamba2_quarter": _mamba2_quarter(),
+        "llama_half_10m": _llama_half_10m(),
         "mamba2": _mamba2(),
         "mamba2_longer": _mamba2_longer(),
         "fresh_llama": _fresh(
@@ -111,32 +113,26 @@ def _llama_rates() -> list[dict[str, Any]]:
 
 
 def _llama_half() -> list[dict[str, Any]]:
-    """Both optimizers, weight decay, width, and what makes searches converge; a moving average for all."""
+    """Both optimizers, weight decay, width, and a penalty on residuals; a moving average for all."""
     four, eight = {**HALF, **FOUR, "share": 0.6}, {**HALF, **EIGHT}
     looped, late = {**HALF, **RESIDUAL, **END, "weight_decay": 0.75}, {**HALF, **LATE, **END}
-    penalty = {"residual_weight": 1.0}
-    runs = [{**side, **optimizer} for optimizer in ({}, MUON) for side in (looped, four)]
-    runs += [{**looped, **penalty}]
-    runs += [{**side, **optimizer} for optimizer in ({}, MUON) for side in (late, eight)]
-    runs += [{**looped, **MUON, **penalty}, {**late, **penalty}, {**late, **MUON, **penalty}]
-    high = ({**looped, "weight_decay": 1.5}, {**four, "weight_decay": 3.0})
-    runs += [{**side, **optimizer} for optimizer in ({}, MUON) for side in high]
-    runs += [{**HALF, **FOUR, "width": 320}, {**looped, "residual_weight": 4.0}]
-    high = ({**eight, "weight_decay": 3.0}, {**late, "weight_decay": 3.0})
-    runs += [{**side, **optimizer} for optimizer in ({}, MUON) for side in high]
-    return [*runs, {**HALF, **FOUR, "width": 320, **MUON}, {**looped, **penalty, "damping": 0.8}]
+    sides: Shapes = (looped, four, late, eight)
+    runs = [{**side, **optimizer} for optimizer in (MUON, {}) for side in sides]
+    runs += [{**looped, "residual_weight": weight} for weight in (1.0, 4.0)]
+    high: Shapes = ({**looped, "weight_decay": 1.5}, {**four, "weight_decay": 3.0})
+    runs += [{**side, **optimizer} for optimizer in (MUON, {}) for side in high]
+    return [*runs, {**HALF, **FOUR, "width": 320}, {**HALF, **FOUR, "width": 320, **MUON}]
 
 
 def _half_small() -> list[dict[str, Any]]:
-    """Width 128, text and FLOPs in proportion: both sides, two weight decays, both optimizers."""
+    """Width 128, text and FLOPs in proportion: both sides, weight decays, both optimizers."""
     base = {**HALF, "width": 128, "petaflops": 0.23, "average": 0.99}
     looped, four = {**base, **RESIDUAL, **END}, {**base, **FOUR, "share": 0.6}
-    return [
-        {**side, **optimizer, "weight_decay": decay}
-        for decay in (0.75, 1.5, 3.0)
-        for optimizer in ({}, MUON)
-        for side in (looped, four)
-    ]
+    points: Shapes = (
+        {**looped, "weight_decay": 0.75}, {**four, "weight_decay": 1.5},
+        {**looped, "weight_decay": 1.5}, {**four, "weight_decay": 0.75},
+    )  # fmt: skip
+    return [{**point, **optimizer} for optimizer in (MUON, {}) for point in points]
 
 
 def _fresh_muon() -> list[dict[str, Any]]:
@@ -149,19 +145,25 @@ def _fresh_muon() -> list[dict[str, Any]]:
     )
     return [
         {**base, **shape, **optimizer, "learning_rate": rate}
-        for rate in (1e-3, 5e-4, 2e-3)
-        for optimizer in ({}, MUON)
+        for rate in (1e-3, 2e-3)
+        for optimizer in (MUON, {})
         for shape in shapes
     ]
 
 
-def _mamba2_half() -> list[dict[str, Any]]:
-    """Twice the FLOPs per token of text as ``mamba2``, so that the explicit model can overfit."""
-    base = {**MAMBA2, "petaflops": 1.5, "average": 0.998}
+def _mamba2_quarter() -> list[dict[str, Any]]:
+    """Return runs with a quarter of a token of text per parameter, and more FLOPs per token of text."""
+    base = {**MAMBA2, "petaflops": 0.82, "average": 0.998}
     late, twice, eight = {**base, **LATE, **END}, {**base, **TWICE, **END}, {**base, **EIGHT}
-    runs = [late, eight, twice, {**eight, "share": 0.6}]
-    runs += [{**side, "weight_decay": 4.0} for side in (late, eight, twice)]
-    return runs + [{**side, **MUON} for side in (late, eight, twice)]
+    runs = [late, eight, twice, {**eight, "share": 0.6}, {**eight, "weight_decay": 4.0}]
+    return [*runs, {**late, "weight_decay": 4.0}, *({**side, **MUON} for side in (late, eight))]
+
+
+def _llama_half_10m() -> list[dict[str, Any]]:
+    """Width 384, text and FLOPs in proportion to ``llama_half``: reported seeds of its recipes."""
+    base = {**HALF, "width": 384, "petaflops": 6.5, "average": 0.999}
+    pair = ({**base, **RESIDUAL, **END, "weight_decay": 0.75}, {**base, **FOUR, "share": 0.6})
+    return [{**one, **MUON, "seed": seed} for seed in (1, 2, 3) for one in pair]
 
 
 def _mamba2() -> list[dict[str, Any]]:
@@ -218,23 +220,39 @@ def _fresh(base: dict[str, Any], shapes: Shapes) -> list[dict[str, Any]]:
     return [{**base, **shape, "learning_rate": one} for one in (rate, 2 * rate, rate / 2) for shape in shapes]
 
 
-def chosen_seeds(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Return further seeds of the best recipe of each shape of explicit models, and of the implicit ones.
+def chosen_seeds(
+    rows: Sequence[dict[str, Any]], seeds: Sequence[int], *, each_optimizer: bool = False
+) -> list[dict[str, Any]]:
+    """Return further seeds of the best recipe of each side, number of layers and width.
 
-    Best on the text of the choice; the seeds of the rows are not among the returned ones.
+    Best on the text of the choice; the seeds of the rows are not among the returned ones. Recipes with a
+    penalty on residuals are a kind of their own, in which those come first whose tokens converge.
+
+    Args:
+        rows: results with the seeds that choose.
+        seeds: the further seeds.
+        each_optimizer: whether each optimizer has a choice of its own, too.
+
     """
+    from trainer.experiments.equal_compute.compare import CONVERGED, better_weights, converged_share
+
+    def rank(row: dict[str, Any]) -> tuple[bool, float]:
+        weights, share = better_weights(row), converged_share(row)
+        assert weights is not None
+        lost = bool(row["recipe"].get("residual_weight")) and share is not None and share < CONVERGED
+        return lost, float(weights["choice"]["loss"])
+
     best: dict[Any, dict[str, Any]] = {}
-    for row in rows:
-        if row["measured"] is not None:
-            recipe = row["recipe"]
-            depth = sum(recipe["layers"]) if row["side"] == "explicit" else "implicit"
-            kind = (depth, recipe.get("width"))
-            known = best.setdefault(kind, row)
-            if row["measured"]["choice"]["loss"] < known["measured"]["choice"]["loss"]:
-                best[kind] = row
+    for row in filter(better_weights, rows):
+        recipe = row["recipe"]
+        kind = (row["side"], sum(recipe["layers"]), recipe.get("width"), bool(recipe.get("residual_weight")))
+        for key in (kind, (*kind, recipe.get("optimizer"))) if each_optimizer else (kind,):
+            if key not in best or rank(row) < rank(best[key]):
+                best[key] = row
     taken = {row["recipe"]["seed"] for row in rows}
     left = [seed for seed in seeds if seed not in taken]
-    return [{**row["recipe"], "seed": seed} for seed in left for row in best.values()]
+    found = [{**row["recipe"], "seed": seed} for seed in left for row in best.values()]
+    return [recipe for number, recipe in enumerate(found) if recipe not in found[:number]]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -243,9 +261,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         f"{'run':<58} {'M':>5} {'PFLOP':>6} {'epochs':>6} {'choice':>7} {'report':>7} "
         f"{'@16':>7} {'conv32':>6} {'8x/1x':>6} {'s':>5}"
     ]
-    rows = [row for row in rows if row["measured"] is not None]
-    for row in sorted(rows, key=lambda row: (row["recipe"]["family"], row["measured"]["choice"]["loss"])):
-        measured = row["measured"]
+    from trainer.experiments.equal_compute.compare import better_weights
+
+    found = [(row, weights) for row in rows if (weights := better_weights(row)) is not None]
+    for row, measured in sorted(
+        found, key=lambda one: (one[0]["recipe"]["family"], one[1]["choice"]["loss"])
+    ):
         at16 = next((one["perplexity"] for one in measured.get("loops", []) if one["loops"] == 16), None)
         points = [one for one in measured.get("fixed_point", []) if one["max_iterations"] == 32]
         best = max(points, key=lambda one: one["token_converged"] or 0.0, default=None)
@@ -304,7 +325,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--chosen", type=int, nargs="+", metavar="SEED", help="train these seeds of the best finished recipes"
     )
     parser.add_argument(
-        "--brief", action="store_true", help="measure only the perplexities on both evaluation sets"
+        "--then",
+        type=float,
+        metavar="SECONDS",
+        help="train the listed runs first, until then, and after that the seeds of --chosen",
+    )
+    parser.add_argument(
+        "--each-optimizer", action="store_true", help="choose for each optimizer separately, too"
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="measure the listed runs only as the choice requires"
     )
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
     parser.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
@@ -319,25 +349,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
     known = plans()
     listed = known[str(options.runs)] if str(options.runs) in known else json.loads(options.runs.read_text())
-    if options.chosen is not None:
-        kept = {row["name"]: row for row in read_results(options.output)}
-        tuned = [kept[name] for name in (Recipe.of(row).name for row in listed) if name in kept]
-        listed = chosen_seeds(tuned, options.chosen)
-    try:
-        missing = train_recipes(
-            [Recipe.of(row) for row in listed],
+
+    def train(runs: Sequence[dict[str, Any]], *, until: float, brief: bool) -> list[str]:
+        return train_recipes(
+            [Recipe.of(row) for row in runs],
             options.output,
             data=options.data,
             report=options.report,
             device=options.device,
-            seconds=options.seconds - ENDING - (time.monotonic() - BEGAN),
+            seconds=until - ENDING - (time.monotonic() - BEGAN),
             side_by_side=options.side_by_side,
             sequences=options.sequences,
-            brief=options.brief,
+            brief=brief,
             eager="requested by --eager" if options.eager else None,
             compile_layers=options.compile,
             log=lambda text: print(f"[{time.monotonic() - BEGAN:5.0f} s] {text}", flush=True),
         )
+
+    missing: list[str] = []
+    try:
+        if options.chosen is None or options.then is not None:
+            missing += train(
+                listed, until=min(options.then or math.inf, options.seconds), brief=options.brief
+            )
+        if options.chosen is not None:
+            kept = {row["name"]: row for row in read_results(options.output)}
+            tuned = [kept[name] for name in (Recipe.of(row).name for row in listed) if name in kept]
+            further = chosen_seeds(tuned, options.chosen, each_optimizer=options.each_optimizer)
+            missing += train(further, until=options.seconds, brief=options.brief and options.then is None)
     finally:
         rows = read_results(options.output) if options.output.is_dir() else []
         print(table(rows), flush=True)

@@ -1,0 +1,137 @@
+"""Perplexity against size at equal compute, with a fitted line for each side: docs/equal_compute.md.
+
+    python benchmarks/equal_compute_scaling.py benchmarks/results/equal_compute_half.json [--picture FILE]
+
+Compares an implicit shape with the explicit model of equally many layers at every width that both have, with
+text and FLOPs in proportion. Lines are those of the loss in the logarithm of the number of parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from equal_compute_seeds import difference_of_runs, mean_perplexity
+
+from trainer.experiments.equal_compute.scaling import Line, line_of_differences, line_of_losses
+
+SIDES = ("explicit", "implicit")
+LARGER = (130e6, 1.3e9)
+"""Parameters of the zoo's models at which the line of the differences is read."""
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+def series(runs: Runs, *, layers: Sequence[int], optimizer: str) -> dict[int, dict[str, list[Any]]]:
+    """Return the reported runs of both sides by number of parameters, where both sides have some.
+
+    Args:
+        runs: short rows; of a recipe with several seeds, seed 0 chose it and is left out.
+        layers: of prelude, core and coda of the implicit side.
+        optimizer: of both sides.
+
+    """
+    found: dict[int, dict[str, list[Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["recipe"]["seed"]):
+        recipe = run["recipe"]
+        wanted = list(layers) if run["side"] == "implicit" else [0, sum(layers), 0]
+        same = recipe["layers"] == wanted and recipe.get("optimizer", "adamw") == optimizer
+        if same and recipe["seed"] and run["report"] is not None:
+            found.setdefault(run["parameters"], {}).setdefault(run["side"], []).append(run)
+    return {size: sides for size, sides in sorted(found.items()) if len(sides) == 2}
+
+
+def losses(found: Mapping[int, Mapping[str, Runs]], side: str) -> dict[int, dict[int, float]]:
+    """Return the losses of a side by size and seed."""
+    return {
+        size: {run["recipe"]["seed"]: math.log(run["report"]) for run in sides[side]}
+        for size, sides in found.items()
+    }
+
+
+def fitted(found: Mapping[int, Mapping[str, Runs]]) -> dict[str, Line]:
+    """Return the lines of both sides and of their difference."""
+    ours, theirs = (losses(found, side) for side in ("implicit", "explicit"))
+    return {
+        "explicit": line_of_losses(theirs),
+        "implicit": line_of_losses(ours),
+        "difference": line_of_differences(ours, theirs),
+    }
+
+
+def table(found: Mapping[int, Mapping[str, Runs]]) -> str:
+    """Return the sizes as a Markdown table."""
+    head = ("parameters", "width", "PFLOP", "explicit", "implicit", "difference", "95 % interval")
+    lines = [head, ("---",) * len(head)]
+    for size, sides in found.items():
+        result = difference_of_runs(sides["implicit"], sides["explicit"])
+        interval = result["interval"]
+        first = sides["implicit"][0]
+        lines.append((
+            f"{size / 1e6:.1f} M",
+            f"{first['recipe']['width']}",
+            f"{first['flops'] / 1e15:.2f}",
+            *(f"{mean_perplexity(sides[side]):.2f} ({len(sides[side])})" for side in SIDES),
+            f"{result['difference']:+.1%}",
+            "" if interval is None else f"{interval[0]:+.1%} to {interval[1]:+.1%}",
+        ))  # fmt: skip
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def sentences(lines: Mapping[str, Line]) -> str:
+    """Return the slopes of the lines, and the difference they give for larger models."""
+    said = []
+    for side in SIDES:
+        low, high = lines[side].slope_interval
+        said.append(f"{side}: perplexity ∝ N^{lines[side].slope:.3f} ({low:.3f} to {high:.3f})")
+    for size in LARGER:
+        mean, low, high = (math.expm1(value) for value in lines["difference"].at(math.log(size)))
+        said.append(f"difference at {size / 1e6:g} M: {mean:+.1%} ({low:+.1%} to {high:+.1%})")
+    return "\n".join(said)
+
+
+def draw(found: Mapping[int, Mapping[str, Runs]]) -> Any:
+    """Return the picture: the runs of both sides, their lines, and the intervals of the fitted means."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    lines, sizes = fitted(found), sorted(found)
+    grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (n / 40) for n in range(41)]
+    for side, color in (("explicit", "tab:gray"), ("implicit", "tab:blue")):
+        points = [(size, run["report"]) for size, sides in found.items() for run in sides[side]]
+        axes.plot(*zip(*points, strict=True), "o", color=color, label=side, markersize=4)
+        values = [tuple(map(math.exp, lines[side].at(math.log(size)))) for size in grid]
+        axes.plot(grid, [mean for mean, _, _ in values], color=color)
+        axes.fill_between(grid, [low for _, low, _ in values], [high for _, _, high in values], color=color,
+                          alpha=0.2, linewidth=0)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="perplexity on held-out books")
+    axes.legend()
+    return figure
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", type=Path, nargs="+", help="result files of equal_compute_gpu.py")
+    parser.add_argument("--layers", type=int, nargs=3, default=[1, 2, 1], help="of the implicit side (1 2 1)")
+    parser.add_argument("--optimizer", default="adamw", help="of both sides (adamw)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both sides with their lines")
+    options = parser.parse_args()
+    runs = [run for path in options.files for run in json.loads(path.read_text())["runs"]]
+    found = series(runs, layers=options.layers, optimizer=options.optimizer)
+    print(table(found))
+    if len(found) > 1:
+        print(f"\n{sentences(fitted(found))}")
+    if options.picture is not None:
+        from trainer.reporting.pictures import write_picture
+
+        write_picture(draw(found), options.picture)
+
+
+if __name__ == "__main__":
+    main()
