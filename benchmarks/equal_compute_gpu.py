@@ -121,7 +121,8 @@ def _llama_half() -> list[dict[str, Any]]:
     runs += [{**looped, "residual_weight": weight} for weight in (1.0, 4.0)]
     high: Shapes = ({**looped, "weight_decay": 1.5}, {**four, "weight_decay": 3.0})
     runs += [{**side, **optimizer} for optimizer in (MUON, {}) for side in high]
-    return [*runs, {**HALF, **FOUR, "width": 320}, {**HALF, **FOUR, "width": 320, **MUON}]
+    wide, weight_norm = {**HALF, **FOUR, "width": 320}, {"weight_norm": True, "qk_norm": False}
+    return [*runs, wide, *({**side, **weight_norm} for side in (looped, four)), {**wide, **MUON}]
 
 
 def _half_small() -> list[dict[str, Any]]:
