@@ -236,9 +236,10 @@ class ImplicitLM(ModelParts):
     def _injects_by_word(self, window: Window, *, tokens: int) -> bool:
         """Whether the mixers read the injection of this window from a table with one row per word."""
         plain = self.prelude is None and self.prelude_norm is None and self.spec.injection.adds_to_projections
-        if not plain or not self.backbone.supports_injection_table(window):
-            return False
-        return pays_by_token(self.embedding, tokens)
+        supported = plain and all(
+            block.mixer.supports_injection_table(window) for block in self.backbone.blocks()
+        )
+        return supported and pays_by_token(self.embedding, tokens)
 
     def initial_point(self, x_BLD: Tensor, c_BLD: Tensor, positions_BL: Tensor) -> Tensor:
         """Return the start of the search, (B, L, C), given embedded tokens and the prelude's output."""

@@ -225,16 +225,17 @@ class ModelParts(TrainingMethods, nn.Module):
     @property
     def truncates(self) -> bool:
         """Whether every mixer can remove committed tokens (``Mixer.truncate``)."""
-        return all(stack.truncates for stack in self.stacks())
+        return all(block.mixer.truncates for block in self.state_blocks())
 
     def initial_state(self, batch_size: int, *, max_seq_len: int | None = None) -> SequenceState:
         """Return the state before the first token; caches reserve room for ``max_seq_len`` tokens."""
         weight, layers = self.embedding.weight, list[State]()
-        for stack in (self.prelude, *[self.backbone] * self.core_loops, self.coda):
-            if stack is not None:
-                layers += stack.initial_states(
+        for block in self.state_blocks():
+            layers.append(
+                block.mixer.initial_state(
                     batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
                 )
+            )
         position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return SequenceState(batch_size, 0, position, tuple(layers))
 

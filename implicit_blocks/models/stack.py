@@ -224,27 +224,9 @@ class Stack(nn.Module):
         return list(self.layers)  # type: ignore[arg-type]  # all of them are Blocks
 
     @property
-    def truncates(self) -> bool:
-        """Whether every mixer can remove committed tokens (``Mixer.truncate``)."""
-        return all(block.mixer.truncates for block in self.blocks())
-
-    @property
     def needs_token_ids(self) -> bool:
         """Whether a mixer reads the token IDs of a window."""
         return any(block.mixer.needs_token_ids for block in self.blocks())
-
-    def initial_states(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
-    ) -> tuple[State, ...]:
-        """Return every layer's state before the first token."""
-        return tuple(
-            block.mixer.initial_state(batch_size, device=device, dtype=dtype, max_seq_len=max_seq_len)
-            for block in self.blocks()
-        )
-
-    def supports_injection_table(self, window: Window) -> bool:
-        """Whether every mixer can read the injection of this window from a table."""
-        return all(block.mixer.supports_injection_table(window) for block in self.blocks())
 
     def bind(
         self,

@@ -58,7 +58,7 @@ def test_a_captured_map_reads_the_token_ids_of_the_current_call():
     mixer = ib.AttentionSpec(n_heads=2, value_embeddings=5)
     model = ib.build(ib.ImplicitLMSpec(vocab_size=5, d_model=32, n_layers=2, mixer=mixer)).cuda()
     backbone, z = model.backbone, torch.randn(2, 6, 32, device="cuda")
-    states = backbone.initial_states(2, device=z.device, dtype=z.dtype)
+    states = model.initial_state(2).layers
 
     def bound(ids):
         positions = torch.arange(6, device="cuda")[None]

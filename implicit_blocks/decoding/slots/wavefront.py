@@ -356,7 +356,6 @@ def _like(mask_RL: Tensor, whole: Tensor) -> Tensor:
 def _window(batch: SlotBatch, lengths_R: Tensor, tokens_RL: Tensor) -> Window:
     """Return the window of the tokens in flight, after ``lengths_R`` tokens of each slot."""
     model = batch.model
-    needs_ids = any(block.mixer.needs_token_ids for block in model.state_blocks())
     order = torch.arange(tokens_RL.shape[1], device=batch.device)
     return Window(
         batch_size=len(lengths_R),
@@ -364,7 +363,7 @@ def _window(batch: SlotBatch, lengths_R: Tensor, tokens_RL: Tensor) -> Window:
         length=tokens_RL.shape[1],
         positions_BL=lengths_R[:, None] + order,
         dtype=model.stream_dtype,
-        ids_BL=tokens_RL if needs_ids else None,
+        ids_BL=tokens_RL if model.needs_token_ids else None,
     )
 
 
