@@ -14,12 +14,7 @@ from implicit_blocks.depths import UntilConvergedSpec
 from implicit_blocks.exits import FixedExitSpec, ResidualExitSpec
 from implicit_blocks.gradients import PhantomSpec
 from implicit_blocks.injections import ProjectionSpec
-from implicit_blocks.models.objective_specs import (
-    ExitExpectationSpec,
-    ExitMixtureSpec,
-    IteratesObjectiveSpec,
-    LastObjectiveSpec,
-)
+from implicit_blocks.models.objective_specs import LastObjectiveSpec
 from implicit_blocks.models.specs import ExplicitLMSpec, LanguageModelSpec
 from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks.solvers import PicardSpec
@@ -41,11 +36,7 @@ from implicit_blocks.specs.families import (
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the built-in models and objectives."""
-    add("objective", LastObjectiveSpec, "implicit_blocks.models.objectives:LastObjective.from_spec")
-    add("objective", IteratesObjectiveSpec, "implicit_blocks.models.objectives:IteratesObjective.from_spec")
-    add("objective", ExitMixtureSpec, "implicit_blocks.models.objectives:ExitMixture.from_spec")
-    add("objective", ExitExpectationSpec, "implicit_blocks.models.objectives:ExitExpectation.from_spec")
+    """Register the built-in models."""
     add("model", ImplicitLMSpec, "implicit_blocks.models.implicit:ImplicitLM")
     add("model", ExplicitLMSpec, "implicit_blocks.models.explicit:ExplicitLM")
 

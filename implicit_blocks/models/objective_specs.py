@@ -1,4 +1,7 @@
-"""Specs of the objectives: the loss of a training step, given the iterates of the core. Imports no torch."""
+"""Specs and registration of the objectives: the loss of a training step, given the iterates of the core.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat, model_validator
 
+from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks.specs.errors import field_error
 from implicit_blocks.specs.families import ObjectiveSpec
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the built-in objectives."""
+    add("objective", LastObjectiveSpec, "implicit_blocks.models.objectives:LastObjective.from_spec")
+    add("objective", IteratesObjectiveSpec, "implicit_blocks.models.objectives:IteratesObjective.from_spec")
+    add("objective", ExitMixtureSpec, "implicit_blocks.models.objectives:ExitMixture.from_spec")
+    add("objective", ExitExpectationSpec, "implicit_blocks.models.objectives:ExitExpectation.from_spec")
 
 
 def _an_iterate(value: Any) -> Any:

@@ -48,6 +48,7 @@ BUILT_IN = (
     "implicit_blocks.starts",
     "implicit_blocks.depths",
     "implicit_blocks.scalings",
+    "implicit_blocks.models.objective_specs",
     "implicit_blocks.models.implicit_spec",
 )
 """The modules that register the built-in kinds, through the hook that plugins use."""
