@@ -62,7 +62,8 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
         return
     size = next(size for size in decoder.buckets if size >= len(slots))
     rows = filled_up(decoder.texts, slots, size)
-    texts = {rows.index(slot): text for slot in slots if (text := decoder.texts[slot]) is not None}
+    place_of = {slot: place for place, slot in enumerate(rows)}
+    texts = {place_of[slot]: text for slot in slots if (text := decoder.texts[slot]) is not None}
     for place, text in texts.items():
         text.begun = decoder.calls
         if text.chosen + 1 == text.request.max_new_tokens:
