@@ -124,8 +124,8 @@ class PromptRead:
 class GeneratedToken(NamedTuple):  # which is made faster than a frozen dataclass
     """A generated token of the text ``number``, whether it is the last one, and the report of its search.
 
-    ``when`` is the time of its step, by ``time.monotonic``. The report is None in explicit models, and
-    ``residual`` also where it is not finite.
+    ``when`` is the time of its step, by ``time.monotonic``, a clock that processes share. The report is None
+    in explicit models, and ``residual`` also where it is not finite.
     """
 
     number: int

@@ -30,6 +30,9 @@ class HttpProcess:
         hosts: the models, whose workers run until ``close``.
         listening: the listening socket, which the process takes over.
 
+    Raises:
+        ChildProcessError: the process has ended before it could read the setups of the models.
+
     """
 
     def __init__(self, hosts: Sequence[Host], listening: socket.socket) -> None:
@@ -41,16 +44,19 @@ class HttpProcess:
         numbers = [each.fileno() for each in passed]
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "implicit_blocks.serving.http_process", *map(str, numbers)],
+            [sys.executable, "-P", "-m", "implicit_blocks.serving.http_process", *map(str, numbers)],
             pass_fds=numbers,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path},  # the modules of this process, and no others
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches this process alone, which decides
         )
         for each in passed:
             each.close()
         for host, channel in zip(hosts, self._channels, strict=True):
-            channel.sendall(packed(host.setup))
+            try:
+                channel.sendall(packed(host.setup))
+            except OSError:
+                raise ChildProcessError(_ENDED.format(self.wait())) from None
             host.worker.start(_sender(channel))
             threading.Thread(target=self._read, args=(host, channel), name="orders", daemon=True).start()
 

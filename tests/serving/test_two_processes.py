@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from implicit_blocks.serving.errors import ApiError
+from implicit_blocks.serving.jobs import Batch, GeneratedToken, LogProbability, PromptRead
 from implicit_blocks.serving.options import KEY_VARIABLE
 
 LONG = 80
@@ -98,6 +101,22 @@ def test_texts_metrics_and_inspections_are_those_of_one_process(model, start_two
 def test_the_http_process_imports_no_torch():
     code = "import sys, implicit_blocks.serving.http_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_batches_and_errors_arrive_as_they_were_sent():
+    score = LogProbability(3, -0.5, ((3, -0.5), (4, -1.0)))
+    batch = Batch(
+        prompts=[(1, PromptRead(5, [score]))],
+        tokens=[GeneratedToken(1, 0.5, 3, False, 7, 0.25, True, score), GeneratedToken(2, 0.5, 4, True)],
+        reports=[(3, {"token": "a"}), (4, None)],
+        busy_slots=2,
+        failures=1,
+    )
+    assert pickle.loads(pickle.dumps(batch)) == batch
+    assert pickle.loads(pickle.dumps(Batch())) == Batch()
+    error = pickle.loads(pickle.dumps(ApiError(429, "full", param="n", code="queue_full", retry_after=3)))
+    assert (error.status, str(error), error.body()["error"]["param"]) == (429, "full", "n")
+    assert error.headers() == {"Retry-After": "3"}
 
 
 def test_bad_requests_are_refused_with_their_reason(model, start_two):
