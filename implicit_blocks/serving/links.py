@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import pickle
 import socket
 import struct
@@ -14,6 +15,8 @@ from implicit_blocks.serving.jobs import Batch, Message
 
 if TYPE_CHECKING:
     from implicit_blocks.serving.worker import Worker
+
+_LOG = logging.getLogger(__name__)
 
 _SIZE = struct.Struct("!Q")
 """The number of bytes of the pickled object that follows."""
@@ -82,8 +85,9 @@ class SocketLink:
                     receive(pickle.loads(await reader.readexactly(size)))
             except (asyncio.IncompleteReadError, ConnectionError):
                 pass
-            finally:
-                lost()
+            except Exception:
+                _LOG.exception("events of the model could not be read")
+            lost()
 
         self._reading = asyncio.create_task(read())
         self.send(Connected())

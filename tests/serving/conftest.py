@@ -174,14 +174,19 @@ class InTwoProcesses(Address):
 
 @contextlib.contextmanager
 def running_in_two_processes(
-    model: Any, *, make_decoder: Callable[[], Any] | None = None, **options: Any
+    model: Any,
+    *,
+    make_decoder: Callable[[], Any] | None = None,
+    compare: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[InTwoProcesses]:
-    """Serve a model of bytes by two processes."""
+    """Serve a model of bytes by two processes; ``compare`` has others by name."""
     given = ServerOptions(**{"port": 0, "max_seq_len": 96, "max_batch_size": 8, **options})
+    others = [Host(name, other, Bytes(), given) for name, other in (compare or {}).items()]
     host = Host("tiny", model, Bytes(), given, make_decoder=make_decoder)
     listening = listen(given)
     address, port = listening.getsockname()[:2]
-    with HttpProcess([host], listening) as process:
+    with HttpProcess([host, *others], listening) as process:
         process.wait_until_ready()
         yield InTwoProcesses(address, port, model, Bytes(), host.worker, "tiny", process)
 

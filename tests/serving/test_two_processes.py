@@ -20,8 +20,10 @@ from typing import Any
 
 import pytest
 
+import implicit_blocks as ib
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.jobs import Batch, GeneratedToken, LogProbability, PromptRead
+from implicit_blocks.serving.language import Bytes
 from implicit_blocks.serving.options import KEY_VARIABLE
 
 LONG = 80
@@ -96,6 +98,19 @@ def test_texts_metrics_and_inspections_are_those_of_one_process(model, start_two
     assert metric(server, "prompt_tokens_total") == 8 * 5 + 3 + 2
     assert metric(server, "first_token_seconds_count") == 11
     assert (metric(server, "queue"), metric(server, "busy_slots")) == (0, 0)
+
+
+def test_two_models_have_a_worker_each(model, make_model, start_two, pool):
+    explicit = make_model(explicit=True)
+    server = start_two(model, compare={"twin": explicit})
+    names = ["tiny", "twin"] * 3
+    futures = [pool.submit(server.complete, "Hello", max_tokens=9, model=name) for name in names]
+    texts = [future.result().json["choices"][0]["text"] for future in futures]
+    made = ib.generate(explicit, [list(b"Hello")], max_new_tokens=9, stop_token_ids=[256])
+    twin = Bytes().decode(made.tokens[0, : int(made.lengths[0])].tolist())
+    assert texts == [server.expected(list(b"Hello"), 9), twin] * 3
+    cards = server.request("GET", "/v1/models").json["data"]
+    assert [card["kind"] for card in cards] == ["implicit", "explicit"]
 
 
 def test_the_http_process_imports_no_torch():
