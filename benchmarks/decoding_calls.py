@@ -5,11 +5,12 @@
 
 Prompts are consecutive parts of ``--data``, a folder of tokens (default: that of the run), or random tokens.
 Each is continued by ``--tokens`` tokens, for each tolerance, greedily and sampled. Counts are those of texts
-that are decoded one by one (``--timed`` of them, which are timed: tokens per second of one user); texts of
-all prompts are compared. Where two texts part, the program prints the margin in the logits of the sequential
-text between its token and the next best, noise included when sampling: a margin below the error of the
-solution is a near tie. ``logits_error`` is the mean over tokens of the largest error of a logit, compared
-with sequential decoding at a hundredth of the tolerance, up to the token where the texts part.
+that are decoded one by one (``--timed`` of them, which are timed: tokens per second of one user, from the
+first new token on, without the time of the prompt); texts of all prompts are compared. Where two texts part,
+the program prints the margin in the logits of the sequential text between its token and the next best, noise
+included when sampling: a margin below the error of the solution is a near tie. ``logits_error`` is the mean
+over tokens of the largest error of a logit, compared with sequential decoding at a hundredth of the
+tolerance, up to the token where the texts part.
 
 Modes: *wavefront*, ``--in-flight`` tokens; *int8*, sequential, with searches that begin with weights in 8
 bits. A call is one call of the core on the tokens in flight; sequential decoding commits a token with a
@@ -114,11 +115,10 @@ def measure(
         search_dtype = torch.int8 if mode == "int8" else None
         decoder = decoder_of(model, 1, in_flight, search_dtype, tolerance, arguments)
         decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
-        before, start = decoder.calls, time.perf_counter()
-        timed = prompts[: arguments.timed]
-        decoded(decoder, timed, list(range(len(timed))), temperature, arguments)
-        synchronize(arguments.device)
-        seconds = time.perf_counter() - start
+        before, timed = decoder.calls, prompts[: arguments.timed]
+        seconds = sum(
+            seconds_of(decoder, prompt, seed, temperature, arguments) for seed, prompt in enumerate(timed)
+        )
         tokens, statistics = len(timed) * (arguments.tokens - 1), decoder.statistics
         rows = 1 if mode == "int8" else arguments.rows  # kernels for 8 bits serve one or two rows
         together = decoder_of(model, rows, in_flight, search_dtype, tolerance, arguments)
@@ -193,6 +193,26 @@ def decoded(
     for new in decoder.run():
         texts[new.request - first].append(new)
     return texts
+
+
+def seconds_of(
+    decoder: ContinuousDecoder,
+    prompt: list[int],
+    seed: int,
+    temperature: float,
+    arguments: argparse.Namespace,
+) -> float:
+    """Return the seconds from the first new token of a text to its last."""
+    sampling = Sampling(temperature=temperature)
+    decoder.submit(Request(prompt=prompt, max_new_tokens=arguments.tokens, sampling=sampling, seed=seed))
+    while not decoder.step():
+        pass
+    synchronize(arguments.device)
+    start = time.perf_counter()
+    for _ in decoder.run():
+        pass
+    synchronize(arguments.device)
+    return time.perf_counter() - start
 
 
 def synchronize(device: str) -> None:

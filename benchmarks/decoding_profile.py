@@ -107,6 +107,7 @@ def call_of(model: Any, kind: str, arguments: argparse.Namespace) -> Callable[[]
     decoder.submit(Request(prompt=prompt, max_new_tokens=8))
     for _ in range(in_flight + 1):
         decoder.step()
+    batch.busy_S.fill_(False)  # calls change nothing that is committed
     rows_R = batch.places("step", 1).rows_R
     if decoder.wavefront is not None:
         wavefront = decoder.wavefront

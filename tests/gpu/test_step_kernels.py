@@ -49,8 +49,13 @@ def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, spa
     """Repeatedly, because the counters of programs that have ended must be 0 again."""
     from implicit_blocks.ops.kernels import decoding_attention, decoding_window_attention
 
-    for kernels in (decoding_attention, decoding_window_attention):
-        monkeypatch.setattr(kernels, "SPAN", span)
+    for kernels, name in (
+        (decoding_attention, "attention_tiles"),
+        (decoding_window_attention, "window_attention_tiles"),
+    ):
+        tiles = getattr(kernels, name)
+        patched = lambda *a, tiles=tiles, **o: tiles(*a, **o)._replace(span=span)  # noqa: E731  # short
+        monkeypatch.setattr(kernels, name, patched)
     rows, room = torch.tensor([2, 0, 1], device=DEVICE), 70
     cos, sin = (
         table[0, 0].contiguous()

@@ -117,7 +117,8 @@ def test_the_attention_of_a_window_is_the_plain_one(shape, dtype, monkeypatch):
     from implicit_blocks.ops.kernels import decoding_window_attention as kernels
 
     heads, kv, width, length, room, before = shape
-    monkeypatch.setattr(kernels, "SPAN", 16 if room == 90 else 1024)
+    tiles, span = kernels.window_attention_tiles, 16 if room == 90 else 1024
+    monkeypatch.setattr(kernels, "window_attention_tiles", lambda *a, **o: tiles(*a, **o)._replace(span=span))
     rows, lengths = (torch.tensor(each, device=DEVICE) for each in ([2, 0], before))
     keys, values = random(2, 4, kv, room, width).to(dtype).unbind()
     for row, count in zip(rows, lengths, strict=True):
@@ -186,7 +187,8 @@ MAMBA2 = {
 def test_mamba2_of_a_window_is_the_plain_mixer_with_its_states(shape):
     """Each row commits its own number of tokens; other slots keep their states."""
     from implicit_blocks.ops.kernels.decoding import Mamba2Inputs
-    from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv, linear_window, scan_window
+    from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv, linear_window
+    from implicit_blocks.ops.kernels.decoding_window_scan import scan_window
 
     groups, bias, taps, length, committed = shape
     spec = ib.Mamba2Spec(

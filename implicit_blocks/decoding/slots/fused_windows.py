@@ -162,12 +162,8 @@ class FusedWindows:
 
     def _mamba2(self, fused: FusedMamba2, x: Operand, step: WindowStep) -> Operand:
         from implicit_blocks.ops.kernels.decoding import add_norm
-        from implicit_blocks.ops.kernels.decoding_window import (
-            Operand,
-            WindowConv,
-            linear_window,
-            scan_window,
-        )
+        from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv, linear_window
+        from implicit_blocks.ops.kernels.decoding_window_scan import scan_window
 
         mixer, into, inputs = fused.module, fused.in_proj, fused.inputs()
         tokens, channels = len(x.value_TK), inputs.taps_SWC.shape[2]

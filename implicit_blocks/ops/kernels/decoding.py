@@ -19,7 +19,6 @@ from torch import Tensor
 from implicit_blocks.ops.kernels.overlap import (
     on_device,
     overlapping,
-    prefetch,
     start_next,
     wait_for_previous,
 )
@@ -66,16 +65,11 @@ class Branch(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The tiles of a product row by row: outputs of a program, inputs of a tile, warps.
-
-    Where there are several tiles of inputs, the weights of ``ahead`` outputs are prefetched before the input
-    is known; the first tile is loaded in any case.
-    """
+    """The tiles of a product row by row: outputs of a program, inputs of a tile, warps."""
 
     outputs: int = 4
     inputs: int = 2048
     warps: int = 4
-    ahead: int = 16
 
 
 def row_tiles(width: int, *, gate: bool) -> RowTiles:
@@ -159,8 +153,6 @@ def linear_rows(
             HAS_CONV_BIAS=mamba2 is not None and mamba2.conv_bias_C is not None,
             BLOCK_M=tiles.outputs,
             BLOCK_K=tiles.inputs,
-            THREADS=32 * tiles.warps,
-            AHEAD=min(tiles.ahead, tiles.outputs),
             LATE=late,
             **overlapping(x_RK.device),
             num_warps=tiles.warps,
@@ -300,8 +292,6 @@ def _linear_rows(
     HAS_CONV_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    THREADS: tl.constexpr,
-    AHEAD: tl.constexpr,
     LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -312,35 +302,29 @@ def _linear_rows(
     real = m < M
     column = tl.arange(0, BLOCK_K)
     weight = m[:, None].to(tl.int64) * K + column[None, :]
-    # The weights are loaded before the input is known; of wide matrices the others into the cache.
+    # Weights and the states of earlier calls are loaded before the input is known.
     inside = column < K
     both = real[:, None] & inside[None, :]
     w_first = tl.load(w_ptr + weight, mask=both, other=0.0)
     if GATE:
         v_first = tl.load(gate_ptr + weight, mask=both, other=0.0)
-    if K > BLOCK_K and AHEAD > 0:
-        slab = tl.program_id(1).to(tl.int64) * (BLOCK_M * K)
-        end = (slab * 0 + M) * K
-        prefetch(w_ptr, slab, end, AHEAD * K, THREADS, PDL)
-        if GATE:
-            prefetch(gate_ptr, slab, end, AHEAD * K, THREADS, PDL)
     if NORM:
         norm_first = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    slot = row
+    if HAS_U or MAMBA2:
+        slot = tl.load(rows_ptr + row)
+    if MAMBA2:
+        entry = tl.load(entries_ptr + slot)
+        taps_ptr += slot * W * C
+        newest, earlier = mamba2_history(
+            m, real, entry, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_CONV_BIAS
+        )
     wait_for_previous(PDL)
     if LATE:
         start_next(PDL)
     total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     gate = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    slot = row
-    if HAS_U or MAMBA2:
-        slot = tl.load(rows_ptr + row)
-    if MAMBA2:  # before the product, which hides its latency
-        entry = tl.load(entries_ptr + slot)
-        taps_ptr += slot * W * C
-        newest, earlier = mamba2_history(
-            m, real, entry, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_CONV_BIAS
-        )
     for first in tl.static_range(0, K, BLOCK_K):
         inside = first + column < K
         both = real[:, None] & inside[None, :]

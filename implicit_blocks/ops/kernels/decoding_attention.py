@@ -11,6 +11,7 @@ P head width, T maximum tokens (``max_seq_len``).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,13 +21,28 @@ from torch import Tensor
 from implicit_blocks.ops.kernels.overlap import (
     on_device,
     overlapping,
-    prefetch,
     start_next,
     wait_for_previous,
 )
 
-SPAN = 128  # past tokens per program, if there are few programs
 PROGRAMS = 264  # programs that occupy a GPU: two per multiprocessor of an H100
+
+
+class AttentionTiles(NamedTuple):
+    """The tiles of attention: tokens of a block, stages, warps, past tokens per program if there are few."""
+
+    block: int
+    stages: int
+    warps: int
+    span: int
+
+
+def attention_tiles(rows: int) -> AttentionTiles:
+    """Return the tiles of the attention of this many rows.
+
+    A few programs need many loads in flight each; with many programs one block each suffices.
+    """
+    return AttentionTiles(256, 1, 8, 256) if rows < 4 else AttentionTiles(32, 3, 2, 1024)
 
 
 def attention_step(
@@ -70,14 +86,14 @@ def attention_step(
     rows, device = len(rows_R), keys_SKTP.device
     out = torch.empty(rows, n_heads * head_dim, dtype=dtype, device=device)
     # A past of few heads is divided among more programs, the last of which joins the results.
-    splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, n_heads * rows))
+    tiles = attention_tiles(rows)
+    splits = min(triton.cdiv(room, tiles.span), triton.cdiv(PROGRAMS, n_heads * rows))
     found, sums = out, out
     if splits > 1:
         found = torch.empty(rows * n_heads, splits, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(2, rows * n_heads, splits, dtype=torch.float32, device=device)
     if arrivals_X is None:
         arrivals_X = arrivals(device)
-    few = rows < 4  # few programs need many loads in flight each; with many programs one block each suffices
     with on_device(device):
         _attention_step[(n_heads, rows, splits)](
             projected_RU,
@@ -104,11 +120,11 @@ def attention_step(
             P=head_dim,
             HAS_U=u_SU is not None,
             SCALED=key_scales_SKT is not None,
-            BLOCK_T=(128 if splits > 1 else 256) if few else 32,
-            STAGES=1 if few else 3,
-            THREADS=256 if few else 64,
+            BLOCK_T=tiles.block,
+            STAGES=tiles.stages,
+            FIRST=rows < 4,
             **overlapping(device),
-            num_warps=8 if few else 2,
+            num_warps=tiles.warps,
         )
     return out
 
@@ -156,6 +172,21 @@ def _scale(x):
 
 
 @triton.jit
+def _attend(key, value, key_scale, value_scale, before, q, largest, weights, y, SCALED: tl.constexpr):
+    """Return the largest score, the sum of weights and of values of each position after one more block."""
+    score = tl.sum(key.to(tl.float32) * q[None, :], axis=1)
+    if SCALED:
+        score *= key_scale
+    score = tl.where(before, score, float("-inf"))
+    new = tl.maximum(largest, score)
+    share, kept = tl.exp2(score - new), tl.exp2(largest - new)
+    weights = weights * kept + share
+    if SCALED:
+        share *= value_scale
+    return new, weights, y * kept[:, None] + value.to(tl.float32) * share[:, None]
+
+
+@triton.jit
 def _attention_step(
     p_ptr,
     u_ptr,
@@ -183,7 +214,7 @@ def _attention_step(
     SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
+    FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -209,9 +240,11 @@ def _attention_step(
     if SPLITS > 1:
         span = tl.cdiv(length, SPLITS)
         begin, end = split * span, tl.minimum(length, (split + 1) * span)
-    # The past is that of earlier calls; the token's own vectors are the previous kernel's.
-    prefetch(keys_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
-    prefetch(values_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
+    if FIRST:  # the past is that of earlier calls; the token's own vectors are the previous kernel's
+        before = begin + place < end
+        here = base + (begin + place)[:, None] * P + whole[None, :]
+        first_keys = tl.load(keys_ptr + here, mask=before[:, None], other=0)
+        first_values = tl.load(values_ptr + here, mask=before[:, None], other=0)
     wait_for_previous(PDL)
     first_q, first_k = head * P, (H + shared) * P
     q = _load_sum(p_ptr, u_ptr, first_q + whole, HAS_U) * cos
@@ -223,11 +256,11 @@ def _attention_step(
     if SCALED:
         # The token uses its own unquantized: a search could not get below the rounding error.
         if writes:
-            key_scale, value_scale = _scale(k), _scale(v)
-            tl.store(key_scales_ptr + first_token + length, key_scale)
-            tl.store(value_scales_ptr + first_token + length, value_scale)
-            tl.store(keys_ptr + base + length * P + whole, tl.floor(k / key_scale + 0.5).to(kind))
-            tl.store(values_ptr + base + length * P + whole, tl.floor(v / value_scale + 0.5).to(kind))
+            own_key_scale, own_value_scale = _scale(k), _scale(v)
+            tl.store(key_scales_ptr + first_token + length, own_key_scale)
+            tl.store(value_scales_ptr + first_token + length, own_value_scale)
+            tl.store(keys_ptr + base + length * P + whole, tl.floor(k / own_key_scale + 0.5).to(kind))
+            tl.store(values_ptr + base + length * P + whole, tl.floor(v / own_value_scale + 0.5).to(kind))
     else:
         if writes:
             tl.store(keys_ptr + base + length * P + whole, k.to(kind))
@@ -237,23 +270,27 @@ def _attention_step(
     largest = tl.full((BLOCK_T,), 0.0, tl.float32) + own
     weights = tl.zeros((BLOCK_T,), tl.float32)
     y = tl.zeros((BLOCK_T, P), tl.float32)
+    if FIRST:
+        key_scale, value_scale = largest * 0 + 1, largest * 0 + 1
+        if SCALED:
+            key_scale = tl.load(key_scales_ptr + first_token + begin + place, mask=before, other=0.0)
+            value_scale = tl.load(value_scales_ptr + first_token + begin + place, mask=before, other=0.0)
+        largest, weights, y = _attend(
+            first_keys, first_values, key_scale, value_scale, before, q, largest, weights, y, SCALED
+        )
+        begin += BLOCK_T
     for first in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         before = first + place < end
         here = base + (first + place)[:, None] * P + whole[None, :]
-        key = tl.load(keys_ptr + here, mask=before[:, None], other=0).to(tl.float32)
-        value = tl.load(values_ptr + here, mask=before[:, None], other=0).to(tl.float32)
-        score = tl.sum(key * q[None, :], axis=1)
+        key = tl.load(keys_ptr + here, mask=before[:, None], other=0)
+        value = tl.load(values_ptr + here, mask=before[:, None], other=0)
+        key_scale, value_scale = largest, largest
         if SCALED:
-            token = first_token + first + place
-            score *= tl.load(key_scales_ptr + token, mask=before, other=0.0)
-        score = tl.where(before, score, float("-inf"))
-        new = tl.maximum(largest, score)
-        share, kept = tl.exp2(score - new), tl.exp2(largest - new)
-        weights = weights * kept + share
-        if SCALED:
-            share *= tl.load(value_scales_ptr + token, mask=before, other=0.0)
-        y = y * kept[:, None] + value * share[:, None]
-        largest = new
+            key_scale = tl.load(key_scales_ptr + first_token + first + place, mask=before, other=0.0)
+            value_scale = tl.load(value_scales_ptr + first_token + first + place, mask=before, other=0.0)
+        largest, weights, y = _attend(
+            key, value, key_scale, value_scale, before, q, largest, weights, y, SCALED
+        )
     most = tl.max(largest, axis=0)
     kept = tl.exp2(largest - most)
     itself = tl.exp2(own - most)  # the token itself belongs to the first program

@@ -167,8 +167,8 @@ def _take_up(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    start_next(PDL)
     wait_for_previous(PDL)
+    start_next(PDL)  # late, as the first kernel of a call
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)

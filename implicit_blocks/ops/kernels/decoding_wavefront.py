@@ -213,8 +213,8 @@ def _begin_tokens(
     SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    start_next(PDL)
     wait_for_previous(PDL)
+    start_next(PDL)  # late, as the first kernel of a call
     row = tl.program_id(0).to(tl.int64) // W
     number = tl.program_id(0).to(tl.int64) % W
     slot = tl.load(rows_ptr + row)

@@ -23,12 +23,11 @@ from implicit_blocks.ops.kernels.decoding import Mamba2Inputs
 from implicit_blocks.ops.kernels.overlap import (
     on_device,
     overlapping,
-    prefetch,
     start_next,
     wait_for_previous,
 )
 
-COLUMNS = 16, 32  # columns of a product, of which the tokens of a call use the first
+COLUMNS = 8, 32  # columns of a product, of which the tokens of a call use the first
 
 
 class Operand(NamedTuple):
@@ -58,7 +57,8 @@ class WindowConv(NamedTuple):
 class Tiles(NamedTuple):
     """The tiles of a product: outputs of a program, parts of its inputs and their width, stages, warps.
 
-    ``ahead`` is the number of a program's outputs whose weights it prefetches before its input is known.
+    ``ahead`` is the number of tiles of weights that a program loads before its input is known, at most 2;
+    ``trigger`` is where the next kernel may start: 0, at once, 1, once the input is known, 2, after the loop.
     """
 
     outputs: int = 16
@@ -66,7 +66,8 @@ class Tiles(NamedTuple):
     inputs: int = 64
     stages: int = 4
     warps: int = 4
-    ahead: int = 16
+    ahead: int = 1
+    trigger: int = 2
 
 
 def tiles_of(width: int, *, wide: bool, gate: bool) -> Tiles:
@@ -179,91 +180,14 @@ def linear_window(
             SPLIT=chosen.parts,
             BLOCK_K=chosen.inputs,
             STAGES=chosen.stages,
-            THREADS=32 * chosen.warps,
-            AHEAD=chosen.ahead,
-            LATE=late,
+            AHEAD=min(chosen.ahead, triton.cdiv(width, chosen.parts * chosen.inputs)),
+            TRIGGER=max(chosen.trigger, int(late)),
             **overlapping(device),
             num_warps=chosen.warps,
         )
     if next_norm_M is None:
         return out, None
     return out, Operand(following, squares, outputs, next_eps)
-
-
-def scan_window(
-    prepared_TU: Tensor,
-    rows_R: Tensor,
-    commits_R: Tensor,
-    h_SHPN: Tensor,
-    conv: WindowConv,
-    *,
-    length: int,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    groups: int,
-    norm_I: Tensor | None,
-    norm_eps: float,
-    dtype: torch.dtype,
-) -> Operand:
-    """Return ``y · silu(gate)`` of all tokens, (T, I), and commit the first tokens of each row.
-
-    Args:
-        prepared_TU: ``[silu(gate), x, B, C, softplus(dt)]`` of ``linear_window`` with ``conv``, float32.
-        rows_R: int64, the slot of each row, all different.
-        commits_R: int64, the number of tokens of each row whose state replaces that of its slot.
-        h_SHPN: states, P and N powers of 2.
-        conv: that of the projection; the taps of slots that commit are replaced.
-        length: L.
-        A_log_H: ``log(−A)``.
-        D_H: the skip connection.
-        groups: number of groups of heads that share B and C.
-        norm_I: the weight of the norm over all heads, whose divisor the result lacks; None: no norm.
-        norm_eps: that norm's.
-        dtype: of the result.
-
-    """
-    _, heads, head_dim, d_state = h_SHPN.shape
-    rows = len(rows_R)
-    tokens, device, inputs = rows * length, h_SHPN.device, conv.inputs
-    out = torch.empty(tokens, heads * head_dim, dtype=dtype, device=device)
-    part = min(head_dim, 16)
-    parts = heads * (head_dim // part)
-    squares = torch.empty(tokens, parts, dtype=torch.float32, device=device)
-    channels = conv.own_TC.shape[1]
-    padded = triton.next_power_of_2(length)
-    with on_device(device):
-        _scan_window[(parts, rows)](
-            prepared_TU,
-            rows_R,
-            commits_R,
-            h_SHPN,
-            A_log_H,
-            D_H,
-            D_H if norm_I is None else norm_I,
-            out,
-            squares,
-            inputs.entries_S,
-            inputs.taps_SWC,
-            conv.own_TC,
-            prepared_TU.shape[1],
-            channels,
-            triton.cdiv(channels, parts),
-            L=length,
-            BLOCK_L=padded,
-            H=heads,
-            P=head_dim,
-            N=d_state,
-            G=groups,
-            W=inputs.taps,
-            NORM=norm_I is not None,
-            BLOCK_P=part,
-            BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
-            **overlapping(device),
-            num_warps=8 if padded > 4 else 4,
-        )
-    if norm_I is None:
-        return Operand(out)
-    return Operand(out, squares, heads * head_dim, norm_eps)
 
 
 @triton.jit
@@ -317,21 +241,11 @@ def _linear_window(
     SPLIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
     AHEAD: tl.constexpr,
-    LATE: tl.constexpr,
+    TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if not LATE:
-        start_next(PDL)
-    if AHEAD > 0:  # weights come into the cache before the input is known
-        slab = tl.program_id(0).to(tl.int64) * (BLOCK_M * K)
-        end = (slab * 0 + M) * K
-        prefetch(w_ptr, slab, end, AHEAD * K, THREADS, PDL)
-        if GATE:
-            prefetch(gate_ptr, slab, end, AHEAD * K, THREADS, PDL)
-    wait_for_previous(PDL)
-    if LATE:
+    if TRIGGER == 0:
         start_next(PDL)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_T)
@@ -339,16 +253,24 @@ def _linear_window(
     real, used = m < M, (column < together) & (t < T)
     both = real[:, None] & used[None, :]
     place = t[None, :].to(tl.int64) * M + m[:, None]
-    # What follows the product is loaded before it, which hides its latency.
-    added = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
-    if HAS_U:
-        added += tl.load(u_ptr + place, mask=both, other=0.0).to(tl.float32)
-    if HAS_Z:
-        added += tl.load(z_ptr + place, mask=both, other=0.0)
-    if PARTS > 0:
-        piece = tl.arange(0, BLOCK_X)
-        mask = used[:, None] & (piece < PARTS)[None, :]
-        squares = tl.load(squares_ptr + t[:, None] * PARTS + piece[None, :], mask=mask, other=0.0)
+    # The parts of the input are those of warps, each with its own sums.
+    kind = x_ptr.dtype.element_ty
+    part, inside = tl.arange(0, SPLIT), tl.arange(0, BLOCK_K)
+    along_w = (part * BLOCK_K)[:, None, None] + inside[None, None, :]
+    along_x = (part * BLOCK_K)[:, None, None] + inside[None, :, None]
+    w_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
+    gate_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
+    x_ptr += (t.to(tl.int64) * K)[None, None, :] + along_x
+    read, taken = real[None, :, None], used[None, None, :]
+    # Weights and the states of earlier calls are loaded before the input is known.
+    if AHEAD > 0:
+        w_0 = tl.load(w_ptr, mask=read & (along_w < K), other=0.0)
+        if GATE:
+            v_0 = tl.load(gate_ptr, mask=read & (along_w < K), other=0.0)
+    if AHEAD > 1:
+        w_1 = tl.load(w_ptr + SPLIT * BLOCK_K, mask=read & (SPLIT * BLOCK_K + along_w < K), other=0.0)
+        if GATE:
+            v_1 = tl.load(gate_ptr + SPLIT * BLOCK_K, mask=read & (SPLIT * BLOCK_K + along_w < K), other=0.0)
     if CONV:
         channel = m - inner
         convolved = real & (channel >= 0) & (channel < C)
@@ -368,22 +290,42 @@ def _linear_window(
             before = (number + tap < W - 1)[None, :] & in_row
             value = tl.load(taps_ptr + at[None, :] + channel[:, None], mask=before, other=0.0)
             earlier += value.to(tl.float32) * scale[:, None]
-    # The parts of the input are those of warps, each with its own sums.
-    part, inside = tl.arange(0, SPLIT), tl.arange(0, BLOCK_K)
-    along_w = (part * BLOCK_K)[:, None, None] + inside[None, None, :]
-    along_x = (part * BLOCK_K)[:, None, None] + inside[None, :, None]
-    weight = (m.to(tl.int64) * K)[None, :, None] + along_w
-    token = (t.to(tl.int64) * K)[None, None, :] + along_x
+    wait_for_previous(PDL)
+    if TRIGGER == 1:
+        start_next(PDL)
+    if AHEAD > 0:
+        x_0 = tl.load(x_ptr, mask=taken & (along_x < K), other=0.0)
+    if AHEAD > 1:
+        x_1 = tl.load(x_ptr + SPLIT * BLOCK_K, mask=taken & (SPLIT * BLOCK_K + along_x < K), other=0.0)
+    # What follows the product is loaded before it, which hides its latency.
+    added = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
+    if HAS_U:
+        added += tl.load(u_ptr + place, mask=both, other=0.0).to(tl.float32)
+    if HAS_Z:
+        added += tl.load(z_ptr + place, mask=both, other=0.0)
+    if PARTS > 0:
+        piece = tl.arange(0, BLOCK_X)
+        mask = used[:, None] & (piece < PARTS)[None, :]
+        squares = tl.load(squares_ptr + t[:, None] * PARTS + piece[None, :], mask=mask, other=0.0)
     total = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
     gate = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
-    for first in tl.range(0, K, SPLIT * BLOCK_K, num_stages=STAGES):
-        read = real[None, :, None] & (first + along_w < K)
-        x = tl.load(x_ptr + token + first, mask=used[None, None, :] & (first + along_x < K), other=0.0)
-        w = tl.load(w_ptr + weight + first, mask=read, other=0.0).to(x.dtype)
+    for first in tl.range(AHEAD * SPLIT * BLOCK_K, K, SPLIT * BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_ptr + first, mask=taken & (first + along_x < K), other=0.0)
+        w = tl.load(w_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
         total = tl.dot(w, x, total, input_precision=PRECISION)
         if GATE:
-            v = tl.load(gate_ptr + weight + first, mask=read, other=0.0).to(x.dtype)
+            v = tl.load(gate_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
             gate = tl.dot(v, x, gate, input_precision=PRECISION)
+    if TRIGGER == 2:
+        start_next(PDL)
+    if AHEAD > 0:
+        total = tl.dot(w_0.to(x_0.dtype), x_0, total, input_precision=PRECISION)
+        if GATE:
+            gate = tl.dot(v_0.to(x_0.dtype), x_0, gate, input_precision=PRECISION)
+    if AHEAD > 1:
+        total = tl.dot(w_1.to(x_1.dtype), x_1, total, input_precision=PRECISION)
+        if GATE:
+            gate = tl.dot(v_1.to(x_1.dtype), x_1, gate, input_precision=PRECISION)
     y = tl.sum(total, axis=0)
     if SCALED:
         y *= tl.load(scales_ptr + m, mask=real, other=0.0)[:, None]
@@ -415,104 +357,10 @@ def _linear_window(
         softplus = tl.where(y > 20.0, y, tl.log(1.0 + tl.exp(y)))
         y = tl.where((channel >= C)[:, None], softplus, y * tl.sigmoid(y))
     if ROUNDED:
-        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        y = y.to(kind).to(tl.float32)
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=both)
     if NEXT:
         scaled = y * tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
         tl.store(next_ptr + place, scaled.to(next_ptr.dtype.element_ty), mask=both)
         sums = tl.sum(tl.where(both, y * y, 0.0), axis=0)
         tl.store(next_squares_ptr + t * tl.num_programs(0) + tl.program_id(0), sums, mask=used)
-
-
-@triton.jit
-def _scan_window(
-    p_ptr,
-    rows_ptr,
-    commits_ptr,
-    h_ptr,
-    a_log_ptr,
-    d_ptr,
-    norm_ptr,
-    out_ptr,
-    squares_ptr,
-    entries_ptr,
-    taps_ptr,
-    own_ptr,
-    U,
-    C,
-    share,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    head = tl.program_id(0) // (P // BLOCK_P)
-    part = tl.program_id(0) % (P // BLOCK_P)
-    row = tl.program_id(1).to(tl.int64)
-    inner: tl.constexpr = H * P
-    slot = tl.load(rows_ptr + row)
-    width, state, token = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N), tl.arange(0, BLOCK_L)
-    place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
-    h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
-    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
-    skip = tl.load(d_ptr + head).to(tl.float32)
-    wait_for_previous(PDL)  # for the projection; the state is that of an earlier call
-    commits = tl.load(commits_ptr + row)
-    used = token < L
-    p_ptr += row * L * U
-    line = p_ptr + token[:, None] * U
-    wide = used[:, None]
-    gate = tl.load(line + (head * P + width)[None, :], mask=wide, other=0.0)
-    x = tl.load(line + (inner + head * P + width)[None, :], mask=wide, other=0.0)
-    group = head // (H // G) * N + state
-    B = tl.load(line + (2 * inner + group)[None, :], mask=wide, other=0.0)
-    c = tl.load(line + (2 * inner + G * N + group)[None, :], mask=wide, other=0.0)
-    step_ptr = p_ptr + 2 * inner + 2 * G * N + head
-    dt = tl.load(step_ptr + token * U, mask=used, other=0.0)
-    # y_j = exp(s_j) C_j h + Σ_{i ≤ j} exp(s_j − s_i) dt_i (C_j B_i) x_i, with s_j = A (dt_0 + … + dt_j).
-    # Values of later tokens, which may not be finite, are selected, not multiplied by 0.
-    causal = token[:, None] >= token[None, :]
-    sums = tl.sum(tl.where(causal, dt[None, :], 0.0), axis=1) * rate
-    y = tl.exp(sums)[:, None] * tl.sum(h[None, :, :] * c[:, None, :], axis=2)
-    before = tl.sum(tl.where(token[:, None] <= token[None, :], dt[:, None], 0.0), axis=0) * rate
-    decays = tl.exp(tl.where(causal, sums[:, None] - before[None, :], 0.0))
-    products = tl.sum(c[:, None, :] * B[None, :, :], axis=2)
-    factors = decays * products * dt[None, :]
-    y += tl.sum(tl.where(causal[:, :, None], factors[:, :, None] * x[None, :, :], 0.0), axis=1)
-    y = (y + skip * x) * gate
-    index = row * L + token
-    tl.store(squares_ptr + index * tl.num_programs(0) + tl.program_id(0), tl.sum(y * y, axis=1), mask=used)
-    if NORM:
-        y *= tl.load(norm_ptr + head * P + width).to(tl.float32)[None, :]
-    target = out_ptr + index[:, None] * inner + (head * P + width)[None, :]
-    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=wide)
-    if commits > 0:
-        h = tl.load(place).to(tl.float32)  # loaded again to free registers in between
-        for number in tl.static_range(L):
-            if number < commits:
-                dt_now = tl.load(step_ptr + number * U)
-                x_now = tl.load(p_ptr + number * U + inner + head * P + width)
-                B_now = tl.load(p_ptr + number * U + 2 * inner + group)
-                h = h * tl.exp(dt_now * rate) + (dt_now * x_now)[:, None] * B_now[None, :]
-        tl.store(place, h.to(h_ptr.dtype.element_ty))
-        # The last inputs of the convolution: an entry is read before the one after it replaces it.
-        first = tl.program_id(0) * share
-        channel = first + tl.arange(0, BLOCK_C)
-        mine = (channel < first + share) & (channel < C)
-        entry = tl.load(entries_ptr + slot)
-        for tap in tl.static_range(W - 1):
-            kept = mine & (tap + commits < W - 1)
-            old = taps_ptr + (slot * W + (entry + 1 + tap + commits) % W) * C + channel
-            new = own_ptr + (row * L + commits + tap - (W - 1)) * C + channel
-            fresh = mine & (tap + commits >= W - 1)
-            value = tl.load(old, mask=kept, other=0.0)
-            value = tl.where(fresh, tl.load(new, mask=fresh, other=0.0), value)
-            tl.store(taps_ptr + (slot * W + (entry + 1 + tap) % W) * C + channel, value, mask=mine)

@@ -17,16 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, SPAN, arrivals, is_last
+from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, AttentionTiles, arrivals, is_last
 from implicit_blocks.ops.kernels.overlap import (
     on_device,
     overlapping,
-    prefetch,
     start_next,
     wait_for_previous,
 )
 
 LEAST = 16  # width of a head, and rows of a product of matrix units
+
+
+def window_attention_tiles(head_dim: int, *, half: bool) -> AttentionTiles:
+    """Return the tiles of the attention of windows; ``half`` for keys of at most 16 bits."""
+    return AttentionTiles(128 if half and head_dim <= 128 else 32, 2, 8 if half else 4, 128)
 
 
 def attention_window(
@@ -67,14 +71,15 @@ def attention_window(
     tokens = rows * length
     out = torch.empty(tokens, n_heads * head_dim, dtype=dtype, device=device)
     # A past of few heads is divided among more programs, the last of which joins the results.
-    splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, kv_heads * rows))
+    half = keys_SKCP.dtype.itemsize <= 2
+    tiles = window_attention_tiles(head_dim, half=half)
+    splits = min(triton.cdiv(room, tiles.span), triton.cdiv(PROGRAMS, kv_heads * rows))
     found, sums = out, out
     if splits > 1:
         found = torch.empty(tokens * n_heads, splits, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(2, tokens * n_heads, splits, dtype=torch.float32, device=device)
     if arrivals_X is None:
         arrivals_X = arrivals(device)
-    half = keys_SKCP.dtype.itemsize <= 2
     with on_device(device):
         _attention_window[(kv_heads, rows, splits)](
             projected_TU,
@@ -99,11 +104,10 @@ def attention_window(
             PRECISION="tf32" if half else "ieee",  # of float32 operands alone
             BLOCK_L=triton.next_power_of_2(length),
             BLOCK_Q=max(LEAST, triton.next_power_of_2(n_heads // kv_heads * length)),
-            BLOCK_T=128 if half and head_dim <= 128 else 32,
-            STAGES=2,
-            THREADS=256 if half else 128,
+            BLOCK_T=tiles.block,
+            STAGES=tiles.stages,
             **overlapping(device),
-            num_warps=8 if half else 4,
+            num_warps=tiles.warps,
         )
     return out
 
@@ -113,6 +117,18 @@ def _rotated(p_ptr, at, cos, sin, partner, mask, P: tl.constexpr):
     value = tl.load(p_ptr + at[:, None] + tl.arange(0, P)[None, :], mask=mask[:, None], other=0.0)
     other = tl.load(p_ptr + at[:, None] + partner[None, :], mask=mask[:, None], other=0.0)
     return value * cos + other * sin
+
+
+@triton.jit
+def _attend(key, value, before, q, scale, largest, weights, y, PRECISION: tl.constexpr):
+    """Return the largest score, the sum of weights and of values of each query after one more block."""
+    scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+    scores = tl.where(before[None, :], scores, float("-inf"))
+    # A query without any token yet keeps its sums of 0.
+    new = tl.maximum(tl.maximum(largest, tl.max(scores, axis=1)), -1e30)
+    shares, kept = tl.exp2(scores - new[:, None]), tl.exp2(largest - new)
+    weights = weights * kept + tl.sum(shares, axis=1)
+    return new, weights, tl.dot(shares.to(value.dtype), value, y * kept[:, None], input_precision=PRECISION)
 
 
 @triton.jit
@@ -141,7 +157,6 @@ def _attention_window(
     BLOCK_Q: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
-    THREADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -171,8 +186,10 @@ def _attention_window(
         span = tl.cdiv(length, SPLITS)
         begin, end = split * span, tl.minimum(length, (split + 1) * span)
     # The past is that of earlier calls; the window's own vectors are the previous kernel's.
-    prefetch(keys_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
-    prefetch(values_ptr, base + begin * P, base + end * P, BLOCK_T * P, THREADS, PDL)
+    before = begin + place < end
+    here = base + (begin + place)[:, None] * P + whole[None, :]
+    first_keys = tl.load(keys_ptr + here, mask=before[:, None], other=0.0)
+    first_values = tl.load(values_ptr + here, mask=before[:, None], other=0.0)
     wait_for_previous(PDL)
     q = _rotated(p_ptr, number * U + head * P, cos, sin, partner, used, P)
     # The window's own keys: loaded together, and written before any of them is used.
@@ -206,18 +223,15 @@ def _attention_window(
         y = y * kept[:, None] + tl.where(seen[:, None], v[None, :] * share[:, None], 0.0)
         largest = new
     rounded = q.to(kind)
-    for first in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
+    largest, weights, y = _attend(
+        first_keys, first_values, before, rounded, scale, largest, weights, y, PRECISION
+    )
+    for first in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
         before = first + place < end
         here = base + (first + place)[:, None] * P + whole[None, :]
         key = tl.load(keys_ptr + here, mask=before[:, None], other=0.0)
         value = tl.load(values_ptr + here, mask=before[:, None], other=0.0)
-        scores = tl.dot(rounded, tl.trans(key), input_precision=PRECISION) * scale
-        scores = tl.where(before[None, :], scores, float("-inf"))
-        new = tl.maximum(largest, tl.max(scores, axis=1))
-        shares, kept = tl.exp2(scores - new[:, None]), tl.exp2(largest - new)
-        weights = weights * kept + tl.sum(shares, axis=1)
-        y = tl.dot(shares.to(kind), value, y * kept[:, None], input_precision=PRECISION)
-        largest = new
+        largest, weights, y = _attend(key, value, before, rounded, scale, largest, weights, y, PRECISION)
     index = (row * L + number) * H + head
     target = out_ptr + index[:, None] * P + whole[None, :]
     if SPLITS > 1:
@@ -230,14 +244,14 @@ def _attention_window(
             # Other programs have written these: not from this multiprocessor's own cache.
             most = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
             for part in tl.static_range(SPLITS):
-                here = sums_ptr + index * SPLITS + part
-                most = tl.maximum(most, tl.load(here, mask=used, other=0.0, cache_modifier=".cg"))
+                one = sums_ptr + index * SPLITS + part
+                most = tl.maximum(most, tl.load(one, mask=used, other=0.0, cache_modifier=".cg"))
             sums, whole_y = tl.zeros_like(weights), tl.zeros_like(y)
             for part in tl.static_range(SPLITS):
-                here = index * SPLITS + part
-                part_largest = tl.load(sums_ptr + here, mask=used, other=0.0, cache_modifier=".cg")
-                part_weights = tl.load(sums_ptr + count + here, mask=used, other=1.0, cache_modifier=".cg")
-                parts = found_ptr + here[:, None] * P + whole[None, :]
+                one = index * SPLITS + part
+                part_largest = tl.load(sums_ptr + one, mask=used, other=0.0, cache_modifier=".cg")
+                part_weights = tl.load(sums_ptr + count + one, mask=used, other=1.0, cache_modifier=".cg")
+                parts = found_ptr + one[:, None] * P + whole[None, :]
                 part_y = tl.load(parts, mask=used[:, None], other=0.0, cache_modifier=".cg")
                 part_share = tl.exp2(part_largest - most)
                 sums += part_weights * part_share

@@ -10,13 +10,14 @@ captured graph the dependency becomes a programmatic edge.
 
 Rules for a kernel that is launched with the options of ``overlapping``:
 
-- All its programs call ``wait_for_previous``, before they read or write anything that a kernel of the chain
-  writes. Since its predecessor has done the same, all kernels before it have ended then.
-- Before that they read weights alone, which no kernel of a call writes, or prefetch into the L2 cache, which
-  reads no value.
-- ``start_next`` is best called first: several kernels may then wait at the same time, with their weights.
-  Where the next kernel reads states before it waits, this one calls it after ``wait_for_previous`` (LATE):
-  all kernels before this one have ended then, and the states are those of earlier calls.
+- All its programs call ``wait_for_previous``, before they read or write anything that a kernel of the same
+  call writes. Since its predecessor has done the same, all kernels before it have ended then.
+- Before that they may read weights, and states that earlier calls have written: the first kernel of a call
+  calls ``start_next`` after ``wait_for_previous``, when the calls before have ended.
+- Where the next kernel reads something from this call before it waits, as the number of a text's tokens, this
+  one calls ``start_next`` after ``wait_for_previous`` (LATE): then all kernels before this one have ended.
+- The next kernel takes room and bandwidth from this one as soon as it starts. Where all programs of this one
+  run at the same time, ``start_next`` therefore comes after its last loads.
 """
 
 from __future__ import annotations
@@ -64,29 +65,3 @@ def wait_for_previous(PDL: tl.constexpr):
     """Wait until all kernels before this one have ended."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch(ptr, first, end, COUNT: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
-    """Prefetch into the L2 cache COUNT elements from ``first`` on, of those before ``end``.
-
-    Every eighth of the THREADS, a power of 2, prefetches a part, because a warp issues one at a time. A part
-    is a multiple of 16 bytes, and its address is rounded down to one; one that passes ``end`` is left out.
-    """
-    if PDL:
-        parts: tl.constexpr = THREADS // 8
-        bits: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
-        each: tl.constexpr = (COUNT * bits // 8 + parts * 16 - 1) // (parts * 16) * 16
-        size: tl.constexpr = each * 8 // bits
-        thread = tl.arange(0, THREADS)
-        start = first + (thread // 8).to(tl.int64) * size
-        issues = ((thread % 8 == 0) & (start + size <= end)).to(tl.int32)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3;"
-            " mov.u32 $0, 0; }",
-            "=r,l,r,r",
-            [(ptr + start).to(tl.int64) & -16, issues, tl.full((THREADS,), each, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
