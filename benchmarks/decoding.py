@@ -12,9 +12,9 @@ are skipped. The inputs of the convolution are in bfloat16. ``floor_ms`` is the 
 states once at the GPU's copy bandwidth, which is measured first.
 
 Modes: ``fused``, kernels for single tokens, captured as a graph; ``graphs``, the layers, captured;
-``launched``, the layers in eager mode; ``int8``, as ``fused``, with weights in 8 bits in the first half of
-the iterations of each token (``replay_ms`` is such a call). With several tokens in flight per row
-(``--in-flight``) a call is one of the wavefront, the choice of tokens included, with a tolerance that no
+``launched``, the layers in eager mode; ``int8`` and ``fp8``, as ``fused``, with weights in 8 bits in the
+first half of the iterations of each token (``replay_ms`` is such a call). With several tokens in flight per
+row (``--in-flight``) a call is one of the wavefront, the choice of tokens included, with a tolerance that no
 search reaches; ``replay_ms`` includes the head, which reads its weights in every call. The published
 implementation takes 86.7 ms (mamba2_1.3b) and 52.2 ms (llama_1.3b) per iteration for one sequence, in
 float32, on an H100.
@@ -37,7 +37,8 @@ from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.search.options import SearchOptions
 
 PUBLISHED = {"mamba2_130m": 41.8, "llama_130m": 20.6, "mamba2_1.3b": 86.7, "llama_1.3b": 52.2}
-MODES = ("fused", "graphs", "launched", "int8")
+MODES = ("fused", "graphs", "launched", "int8", "fp8")
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STATES = {"mamba2": ("float32", "bfloat16"), "llama": ("bfloat16", "int8")}
 
 
@@ -68,7 +69,7 @@ def main() -> None:
             known = STATES[name.split("_")[0]]
             states = [state for state in arguments.states or known[:1] if state in known]
             for mode, state, in_flight in itertools.product(arguments.modes, states, arguments.in_flight):
-                if mode == "int8" and in_flight > 1:  # these searches are of one token per text
+                if mode in CODES and in_flight > 1:  # these searches are of one token per text
                     continue
                 work = {
                     "model": name,
@@ -136,12 +137,12 @@ def measure(
             graphs=mode != "launched",
             state_dtype=getattr(torch, state),
             max_in_flight=in_flight,
-            search_dtype=torch.int8 if mode == "int8" else None,
+            search_dtype=CODES.get(mode),
         )
     batch = decoder.batch
     if mode == "graphs":
         batch.fused = None
-    if on_gpu and mode in ("fused", "int8") and batch.fused is None:
+    if on_gpu and mode in ("fused", *CODES) and batch.fused is None:
         raise RuntimeError("this model has no fused kernels")
     if on_gpu and mode == "fused" and decoder.wavefront is not None and decoder.wavefront.fused is None:
         raise RuntimeError("windows of this model have no fused kernels")

@@ -24,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoding import built, copying_speed
+from decoding import CODES, built, copying_speed
 from report import machine, write
 
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.search.options import SearchOptions
-
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def main() -> None:
