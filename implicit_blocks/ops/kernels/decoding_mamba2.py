@@ -6,6 +6,8 @@ channels, W taps, H heads, P head width, G groups, N state width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -56,6 +58,18 @@ def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, in
     return out
 
 
+class ScanTiles(NamedTuple):
+    """The tiles of a scan: features of a head per program, warps."""
+
+    features: int
+    warps: int
+
+
+def scan_tiles(rows: int) -> ScanTiles:
+    """Return the tiles of the scan of this many rows."""
+    return ScanTiles(16 if rows < 4 else 32, 4)
+
+
 def scan_step(
     prepared_RU: Tensor,
     rows_R: Tensor,
@@ -86,7 +100,8 @@ def scan_step(
     _, heads, head_dim, d_state = h_SHPN.shape
     rows = len(rows_R)
     out = torch.empty(rows, heads * head_dim, dtype=dtype, device=h_SHPN.device)
-    part = min(head_dim, 16 if rows < 4 else 32)
+    tiles = scan_tiles(rows)
+    part = min(head_dim, tiles.features)
     parts = heads * (head_dim // part)
     squares = torch.empty(rows, parts, dtype=torch.float32, device=h_SHPN.device)
     with on_device(out.device):
@@ -108,7 +123,7 @@ def scan_step(
             NORM=norm_I is not None,
             BLOCK_P=part,
             **overlapping(out.device),
-            num_warps=4,
+            num_warps=tiles.warps,
         )
     return out, squares
 

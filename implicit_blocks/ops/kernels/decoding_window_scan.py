@@ -9,25 +9,17 @@ by row; U projection width, I inner width, H heads, P head width, N state width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.kernels.decoding_mamba2 import ScanTiles
 from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 
-class ScanTiles(NamedTuple):
-    """The tiles of a scan: features of a head per program, warps."""
-
-    features: int
-    warps: int
-
-
-def scan_tiles(length: int) -> ScanTiles:
+def window_scan_tiles(length: int) -> ScanTiles:
     """Return the tiles of the scan of windows of this length."""
     return ScanTiles(16, 8 if length > 4 else 4)
 
@@ -68,7 +60,7 @@ def scan_window(
     rows = len(rows_R)
     tokens, device, inputs = rows * length, h_SHPN.device, conv.inputs
     out = torch.empty(tokens, heads * head_dim, dtype=dtype, device=device)
-    tiles = scan_tiles(length)
+    tiles = window_scan_tiles(length)
     part = min(head_dim, tiles.features)
     parts = heads * (head_dim // part)
     squares = torch.empty(tokens, parts, dtype=torch.float32, device=device)
