@@ -24,14 +24,9 @@ from implicit_blocks.decoding.prompts import (
     check_search,
     check_stop_token_ids,
     lay_out,
-    tokens_in_flight,
 )
 from implicit_blocks.decoding.slots.batch import SlotBatch
-from implicit_blocks.decoding.slots.in_flight import (
-    automatic_tokens,
-    automatic_wavefront,
-    decodes_in_flight,
-)
+from implicit_blocks.decoding.slots.in_flight import most_in_flight, wavefront_of
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
 from implicit_blocks.decoding.slots.quantized import quantized_search
 from implicit_blocks.decoding.slots.steps import admit, choose, fly
@@ -44,7 +39,6 @@ from implicit_blocks.decoding.slots.texts import (
     check_limits,
     filled_up,
 )
-from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
@@ -142,14 +136,12 @@ class ContinuousDecoder:
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
         options = SearchOptions(**search)
-        if max_in_flight is None:
-            in_flight = automatic_tokens(
-                max_batch_size=max_batch_size,
-                max_seq_len=max_seq_len,
-                fused=graphs and self.on_gpu and search_dtype is None,
-            )
-        else:
-            in_flight = tokens_in_flight(max_in_flight, max_seq_len=max_seq_len)
+        in_flight = most_in_flight(
+            max_in_flight,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
+            fused=graphs and self.on_gpu and search_dtype is None,
+        )
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,
@@ -160,13 +152,7 @@ class ContinuousDecoder:
             limits_per_slot=limits_per_request,
         )
         self.quantized = quantized_search(self.batch, search_dtype, in_flight=max_in_flight)
-        self.wavefront: Wavefront | None = None
-        if in_flight > 1 and decodes_in_flight(
-            model, options, self.batch.every_states(), asked=max_in_flight is not None
-        ):
-            self.wavefront = Wavefront(self.batch, tokens=in_flight)
-            if max_in_flight is None:
-                self.wavefront = automatic_wavefront(self.wavefront)
+        self.wavefront = wavefront_of(self.batch, in_flight, asked=max_in_flight is not None)
         self.prefill: Prefill | None = None
         if prefill_chunk is not None:
             self.prefill = Prefill(self.batch, chunk=prefill_chunk, cache_bytes=prefix_cache_bytes)

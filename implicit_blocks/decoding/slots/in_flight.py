@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 
+from implicit_blocks.decoding.prompts import tokens_in_flight
+from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.interfaces import SearchingSolver, SlotStates
@@ -23,17 +25,37 @@ most of the time of a call, which is nearly the same for one column and for 16.
 """
 
 
-def automatic_tokens(*, max_batch_size: int, max_seq_len: int, fused: bool) -> int:
-    """Return the number of tokens in flight per text where none is given; 1: sequential decoding.
+def most_in_flight(asked: int | None, *, max_batch_size: int, max_seq_len: int, fused: bool) -> int:
+    """Return the maximum number of tokens in flight per text; 1: sequential decoding.
 
     Args:
+        asked: the number asked for; None: the default.
         max_batch_size: the number of texts: calls with many of them are bound by arithmetic.
         max_seq_len: the room of a text in tokens.
         fused: whether calls are captured, with weights in full precision: other calls cost more for every
             token in flight.
 
+    Raises:
+        ValueError: the number asked for is below 1 or above ``max_seq_len``.
+
     """
+    if asked is not None:
+        return tokens_in_flight(asked, max_seq_len=max_seq_len)
     return AUTOMATIC if fused and max_batch_size <= AUTOMATIC <= max_seq_len else 1
+
+
+def wavefront_of(batch: SlotBatch, tokens: int, *, asked: bool) -> Wavefront | None:
+    """Return the tokens in flight of a batch; None for sequential decoding, with the reason in the log.
+
+    Where no number was ``asked`` for, whole calls are fused.
+    """
+    if tokens == 1 or not decodes_in_flight(batch.model, batch.options, batch.every_states(), asked=asked):
+        return None
+    wavefront = Wavefront(batch, tokens=tokens)
+    if not asked and wavefront.whole is None:
+        _report_once("calls on several tokens are not fused for this model or search", asked)
+        return None
+    return wavefront
 
 
 def decodes_in_flight(
@@ -63,14 +85,6 @@ def decodes_in_flight(
     if reason is not None:
         _report_once(reason, asked)
     return reason is None
-
-
-def automatic_wavefront(wavefront: Wavefront) -> Wavefront | None:
-    """Return a wavefront for which no number of tokens was given; None where its calls are not fused."""
-    if wavefront.whole is None:
-        _report_once("calls on several tokens are not fused for this model or search", False)
-        return None
-    return wavefront
 
 
 def _of_search(model: ImplicitLM, options: SearchOptions) -> str | None:
