@@ -161,10 +161,12 @@ def _mamba2_quarter() -> list[dict[str, Any]]:
 
 
 def _llama_half_10m() -> list[dict[str, Any]]:
-    """Width 384, text and FLOPs in proportion to ``llama_half``: reported seeds of its recipes."""
+    """Width 384, text and FLOPs in proportion to ``llama_half``: reported seeds of recipes of other sizes."""
     base = {**HALF, "width": 384, "petaflops": 6.5, "average": 0.999}
     pair = ({**base, **RESIDUAL, **END, "weight_decay": 0.75}, {**base, **FOUR, "share": 0.6})
-    return [{**one, **MUON, "seed": seed} for seed in (1, 2, 3) for one in pair]
+    return [
+        {**one, **optimizer, "seed": seed} for seed in (1, 2, 3) for optimizer in (MUON, {}) for one in pair
+    ]
 
 
 def _mamba2() -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from equal_compute_seeds import difference_of_runs, mean_perplexity
+from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 
 from trainer.experiments.equal_compute.scaling import Line, line_of_differences, line_of_losses
 
@@ -26,22 +26,28 @@ LARGER = (130e6, 1.3e9)
 Runs = Sequence[Mapping[str, Any]]
 
 
-def series(runs: Runs, *, layers: Sequence[int], optimizer: str) -> dict[int, dict[str, list[Any]]]:
+def series(
+    runs: Runs, *, layers: Sequence[int], optimizer: str | None = None
+) -> dict[int, dict[str, list[Mapping[str, Any]]]]:
     """Return the reported runs of both sides by number of parameters, where both sides have some.
 
+    Of several recipes of a side and size that have the lowest perplexity on the text of the choice.
+
     Args:
-        runs: short rows; of a recipe with several seeds, seed 0 chose it and is left out.
+        runs: short rows; seed 0 chose the recipes and is left out.
         layers: of prelude, core and coda of the implicit side.
-        optimizer: of both sides.
+        optimizer: of both sides; None: the better one of each.
 
     """
-    found: dict[int, dict[str, list[Any]]] = {}
-    for run in sorted(runs, key=lambda run: run["recipe"]["seed"]):
-        recipe = run["recipe"]
-        wanted = list(layers) if run["side"] == "implicit" else [0, sum(layers), 0]
-        same = recipe["layers"] == wanted and recipe.get("optimizer", "adamw") == optimizer
-        if same and recipe["seed"] and run["report"] is not None:
-            found.setdefault(run["parameters"], {}).setdefault(run["side"], []).append(run)
+    found: dict[int, dict[str, list[Mapping[str, Any]]]] = {}
+    for recipe, rows in by_recipe([run for run in runs if run["recipe"]["seed"]]).items():
+        wanted = tuple(layers) if recipe.side == "implicit" else (0, sum(layers), 0)
+        if recipe.layers != wanted or optimizer not in (None, recipe.optimizer):
+            continue
+        sides = found.setdefault(rows[0]["parameters"], {})
+        known = sides.get(recipe.side)
+        if known is None or mean_perplexity(rows, "choice") < mean_perplexity(known, "choice"):
+            sides[recipe.side] = rows
     return {size: sides for size, sides in sorted(found.items()) if len(sides) == 2}
 
 
@@ -119,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="+", help="result files of equal_compute_gpu.py")
     parser.add_argument("--layers", type=int, nargs=3, default=[1, 2, 1], help="of the implicit side (1 2 1)")
-    parser.add_argument("--optimizer", default="adamw", help="of both sides (adamw)")
+    parser.add_argument("--optimizer", help="of both sides (the better one of each)")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both sides with their lines")
     options = parser.parse_args()
     runs = [run for path in options.files for run in json.loads(path.read_text())["runs"]]

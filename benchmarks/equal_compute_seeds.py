@@ -17,7 +17,6 @@ from typing import Any
 
 from trainer.experiments.equal_compute.compare import difference_of_losses, recipe_of
 from trainer.experiments.equal_compute.recipes import Recipe
-from trainer.experiments.equal_compute.tables import at_fixed_point
 
 SEEDS_HEAD = (
     "model", "parameters", "learning rate", "weight decay", "share", "PFLOP", "choice",
@@ -36,47 +35,6 @@ def seeds_table(runs: Sequence[Mapping[str, Any]]) -> str:
     recipes = sorted(by_recipe(runs).values(), key=lambda rows: mean_perplexity(rows, "choice"))
     lines = [SEEDS_HEAD, ("---",) * len(SEEDS_HEAD), *map(_seeds, recipes)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def optimizers_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return recipes with optimizer and convergence, the lowest mean on the text of the choice first.
-
-    ``report, one per seed`` has the averaged weights where these are better on the text of the choice.
-    ``fixed point`` is the change of the perplexity from the loops of training to a search in 32 iterations;
-    ``converged`` the share of tokens within a tolerance of 1e-3 by then: the range over the seeds of both.
-    """
-    head = (
-        "model", "width", "parameters", "optimizer", "weight decay", "share", "PFLOP", "choice",
-        "report, one per seed", "report", "fixed point", "converged",
-    )  # fmt: skip
-    recipes = sorted(by_recipe(runs).values(), key=lambda rows: mean_perplexity(rows, "choice"))
-    lines = [head, ("---",) * len(head), *map(_optimizers, recipes)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _optimizers(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    first, recipe = runs[0], recipe_of(runs[0])
-    found = [one for one in map(at_fixed_point, runs) if one is not None]
-    return (
-        f"{first['side']}, {first['shape']}",
-        f"{recipe.width}",
-        f"{first['parameters'] / 1e6:.1f} M",
-        {"adamw": "AdamW", "muon": "Muon"}[recipe.optimizer],
-        f"{recipe.weight_decay:g}",
-        f"{recipe.share:g}",
-        f"{first['flops'] / 1e15:.2f}",
-        f"{mean_perplexity(runs, 'choice'):.2f}",
-        " ".join(f"{run['report']:.2f}" for run in runs),
-        f"{mean_perplexity(runs):.2f}",
-        _range([f"{change:+.1%}" for change, _ in sorted(found)]),
-        _range([f"{share:.1%}" for _, share in sorted(found, key=lambda one: one[1])]),
-    )
-
-
-def _range(values: Sequence[str]) -> str:
-    """Return the first and the last of sorted values."""
-    ends = list(dict.fromkeys([values[0], values[-1]])) if values else []
-    return " to ".join(ends)
 
 
 def lengths_table(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,206 @@
+"""Tables of the comparison with half a token of text per parameter, both optimizers: docs/equal_compute.md.
+
+    python benchmarks/equal_compute_half.py
+
+Runs with seed 0 chose the recipes; the others are reported. Of last and averaged weights each run has those
+that are better on the text of the choice.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from equal_compute_scaling import fitted, sentences, series
+from equal_compute_scaling import table as sizes_table
+from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
+from report import RESULTS
+
+from trainer.experiments.equal_compute.compare import recipe_of
+from trainer.experiments.equal_compute.recipes import Recipe
+from trainer.experiments.equal_compute.tables import at_fixed_point
+
+FILES = {
+    "5 M": "equal_compute_half",
+    "2 M": "equal_compute_half_small",
+    "10 M": "equal_compute_half_10m",
+    "mamba2": "equal_compute_quarter_mamba2",
+    "once": "equal_compute_once_late",
+}
+"""Result files by part of the comparison."""
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+HEAD = (
+    "model", "width", "parameters", "optimizer", "learning rate", "weight decay", "share", "PFLOP", "choice",
+    "report, one per seed", "report", "fixed point", "converged", "8 times the length",
+)  # fmt: skip
+
+Runs = Sequence[Mapping[str, Any]]
+
+
+def read(part: str) -> list[dict[str, Any]]:
+    """Return the short rows of a part; none if it was not measured."""
+    path = RESULTS / f"{FILES[part]}.json"
+    if not path.is_file():
+        return []
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return found
+
+
+def choosing(runs: Runs) -> list[Mapping[str, Any]]:
+    """Return the runs that chose."""
+    return [run for run in runs if run["recipe"]["seed"] == 0]
+
+
+def reported(runs: Runs) -> list[Mapping[str, Any]]:
+    """Return the runs that are reported."""
+    return [run for run in runs if run["recipe"]["seed"]]
+
+
+def model_of(recipe: Recipe) -> str:
+    """Return side, shape and normalization of a recipe."""
+    return f"{recipe.side}, {recipe.shape}{', weight norm' if recipe.weight_norm else ''}"
+
+
+def recipes_table(runs: Runs) -> str:
+    """Return recipes as a Markdown table, the lowest mean on the text of the choice first.
+
+    ``fixed point`` is the change of the perplexity from the loops of training to a search in 32 iterations,
+    ``converged`` the share of tokens within a tolerance of 1e-3 by then, both as ranges over the seeds.
+    """
+    recipes = sorted(by_recipe(runs).items(), key=lambda one: mean_perplexity(one[1], "choice"))
+    return markdown([HEAD, *(_recipe(recipe, rows) for recipe, rows in recipes)])
+
+
+def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
+    found = [one for one in map(at_fixed_point, runs) if one is not None]
+    changes, shares = sorted(change for change, _ in found), sorted(share for _, share in found)
+    long = [run["lengths"] for run in runs if run["lengths"]]
+    ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
+    return (
+        model_of(recipe),
+        f"{recipe.width}",
+        f"{runs[0]['parameters'] / 1e6:.1f} M",
+        OPTIMIZERS[recipe.optimizer],
+        f"{recipe.learning_rate:g}",
+        f"{recipe.weight_decay:g}",
+        f"{recipe.share:g}",
+        f"{runs[0]['flops'] / 1e15:.2f}",
+        f"{mean_perplexity(runs, 'choice'):.2f}",
+        " ".join(f"{run['report']:.2f}" for run in runs),
+        f"{mean_perplexity(runs):.2f}",
+        _range([f"{change:+.1%}" for change in changes]),
+        _range([f"{share:.1%}" for share in shares]),
+        f"{statistics.fmean(ratio):.2f}" if ratio else "",
+    )
+
+
+def differences_table(runs: Runs) -> str:
+    """Return each implicit recipe beside each explicit one, of either optimizer; reported seeds only."""
+    head = ("implicit", "explicit", "parameters", "perplexities", "seeds", "difference", "95 % interval",
+            "every seed below")  # fmt: skip
+    known = by_recipe(reported(runs))
+    sides = [[one for one in known.items() if one[0].side == side] for side in ("implicit", "explicit")]
+    return markdown([head, *(_difference(*ours, *theirs) for ours in sides[0] for theirs in sides[1])])
+
+
+def _difference(ours: Recipe, our_runs: Runs, theirs: Recipe, their_runs: Runs) -> tuple[str, ...]:
+    result = difference_of_runs(our_runs, their_runs)
+    interval = result["interval"]
+    sizes = [runs[0]["parameters"] / 1e6 for runs in (our_runs, their_runs)]
+    width = "" if theirs.width == ours.width else f", width {theirs.width}"
+    return (
+        f"{ours.shape}, {OPTIMIZERS[ours.optimizer]}",
+        f"{theirs.shape}{width}, {OPTIMIZERS[theirs.optimizer]}",
+        " and ".join(dict.fromkeys(f"{size:.1f} M" for size in sizes)),
+        f"{result['implicit']:.2f} and {result['explicit']:.2f}",
+        " and ".join(map(str, result["seeds"])),
+        f"{result['difference']:+.1%}",
+        "" if interval is None else f"{interval[0]:+.1%} to {interval[1]:+.1%}",
+        "yes" if result["below_with_every_seed"] else "no",
+    )
+
+
+def averages_table(runs: Runs) -> str:
+    """Return what averaged weights change on the reported books, by side and optimizer."""
+    head = ("side", "optimizer", "runs", "averaged chosen", "change of the perplexity: median, range")
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for run in runs:
+        if "averaged" in run["weights"]:
+            key = (run["side"], OPTIMIZERS[recipe_of(run).optimizer])
+            groups.setdefault(key, []).append(run["weights"])
+    lines = [head]
+    for (side, optimizer), weights in sorted(groups.items()):
+        better = sum(one["averaged"]["choice"] < one["last"]["choice"] for one in weights)
+        changes = sorted(one["averaged"]["report"] / one["last"]["report"] - 1 for one in weights)
+        ends = f"{changes[0]:+.2%} to {changes[-1]:+.2%}"
+        cells = (side, optimizer, f"{len(weights)}", f"{better}")
+        lines.append((*cells, f"{statistics.median(changes):+.2%}, {ends}"))
+    return markdown(lines)
+
+
+def lengths_table(runs: Runs) -> str:
+    """Return perplexities at 8 times the training length over those of the same text at that length."""
+    head = ("model", "width", "optimizer", "seeds", "as trained", "linear", "llama3")
+    lines = [head]
+    for recipe, rows in by_recipe([run for run in reported(runs) if run["lengths_scaled"]]).items():
+        ratios = []
+        for run in rows:
+            long, cut = (row["perplexity"] for row in run["lengths"])
+            scaled = {row["scaling"]: row["perplexity"] for row in run["lengths_scaled"]}
+            ratios.append([one / cut for one in (long, scaled["linear"], scaled["llama3"])])
+        means = [f"{statistics.fmean(column):.2f}" for column in zip(*ratios, strict=True)]
+        cells = (model_of(recipe), f"{recipe.width}", OPTIMIZERS[recipe.optimizer], f"{len(rows)}")
+        lines.append((*cells, *means))
+    return markdown(lines)
+
+
+def sizes() -> tuple[str, str]:
+    """Return the table of sizes and what the lines say; empty with fewer than two sizes."""
+    runs = [run for part in ("2 M", "5 M", "10 M") for run in read(part)]
+    found = series([run for run in runs if not run["recipe"].get("residual_weight")], layers=[1, 2, 1])
+    return (sizes_table(found), sentences(fitted(found))) if len(found) > 1 else ("", "")
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells, the first of them the head, as a Markdown table."""
+    return "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in (lines[0], ("---",) * len(lines[0]), *lines[1:])
+    )
+
+
+def _range(values: Sequence[str]) -> str:
+    """Return the first and the last of sorted values."""
+    return " to ".join(dict.fromkeys([values[0], values[-1]])) if values else ""
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    """Yield the title and the text of every table of the page that was measured."""
+    for part in FILES:
+        runs = read(part)
+        if not runs:
+            continue
+        yield f"{part}: the choice", recipes_table(choosing(runs))
+        if reported(runs):
+            yield f"{part}: reported seeds", recipes_table(reported(runs))
+            yield f"{part}: differences", differences_table(runs)
+        if part == "5 M" and any(run["lengths_scaled"] for run in reported(runs)):
+            yield f"{part}: longer text", lengths_table(runs)
+    everything = [run for part in FILES for run in read(part)]
+    if everything:
+        yield "averaged weights", averages_table(everything)
+    table, lines = sizes()
+    if table:
+        yield "sizes", table
+        yield "lines", lines
+
+
+def main() -> None:
+    """Print the tables."""
+    for title, text in tables():
+        print(f"{title}\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()
