@@ -35,6 +35,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="standard deviation of the noise added to the model's own start (1.0)",
     )
+    parser.add_argument(
+        "--symmetries",
+        action="store_true",
+        help="solve up to eight symmetric variants of a maze, instead of adding noise to the start",
+    )
     parser.add_argument("--boards", type=int, default=256, metavar="N", help="evaluation boards (256)")
     add_changes(parser)
     add_device(parser)
@@ -49,7 +54,7 @@ def run_command(folder: Path, options: argparse.Namespace) -> str:
         options.checkpoint,
         iterations=options.iterations,
         restarts=options.restarts,
-        noise=options.noise,
+        noise=None if options.symmetries else options.noise,
         boards=options.boards,
         overrides=options.set,
         device=options.device,

@@ -3,13 +3,15 @@
 Of the answers that a board's searches give from several starts, the one is chosen of whose most doubtful cell
 the model is surest; this needs no knowledge of the solution. The share that the lowest residual chooses is
 reported beside it: searches that have all converged differ little in their residuals. (Restarts: "Equilibrium
-reasoners"; path independence: Anil et al., 2022.)
+reasoners"; path independence: Anil et al., 2022.) Models that were trained from a single start solve
+symmetric variants of a maze instead: their errors in different variants have little in common.
 
 Shape legend: B boards, L cells, R starts, W width of the core.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +22,17 @@ from torch import Tensor
 
 from implicit_blocks._utils.devices import choose_device
 from implicit_blocks.models.implicit import ImplicitLM
+from trainer.data.puzzles import maze
 from trainer.data.source import Batch
 from trainer.experiments.common.checks import require_counts
 from trainer.experiments.common.runs import evaluation_batch, find_trained_run, load_trained_model
 from trainer.experiments.puzzles.animation import animate
 from trainer.experiments.puzzles.plot import draw
 from trainer.reporting.pictures import write_results
-from trainer.specs.generated import PuzzleSpec
+from trainer.specs.generated import MazeSpec, PuzzleSpec
 
+SYMMETRIES = 8
+"""Symmetries of a square."""
 BOARDS_AT_ONCE = 64
 
 
@@ -37,7 +42,7 @@ def run(
     *,
     iterations: Sequence[int],
     restarts: int,
-    noise: float,
+    noise: float | None,
     boards: int,
     overrides: Sequence[str] = (),
     device: str = "auto",
@@ -49,7 +54,8 @@ def run(
         checkpoint: a run directory, or one of its checkpoints.
         iterations: maximum numbers of iterations.
         restarts: number R of starts per board, the first of which is the model's own.
-        noise: standard deviation of the noise that the others add to it.
+        noise: standard deviation of the noise that the others add to it; None: they begin at the model's own
+            start, with the symmetric variants of the board.
         boards: number B of evaluation boards.
         overrides: changes to the run's spec, such as harder or larger boards.
         device: name of the device.
@@ -61,19 +67,24 @@ def run(
     require_counts(
         restarts=restarts, boards=boards, **{f"iterations[{i}]": n for i, n in enumerate(iterations)}
     )
-    if noise <= 0 and restarts > 1:
+    if noise is not None and noise <= 0 and restarts > 1:
         raise ValueError(f"noise is {noise}, with which all starts are equal; give a positive number")
     place = choose_device(device)
     name, spec, weights = find_trained_run(checkpoint, overrides)
     if not isinstance(spec.data, PuzzleSpec):
         raise ValueError(f"the data of {checkpoint} are of kind {spec.data.kind!r}; give a run of puzzles")
+    if noise is None and not (isinstance(spec.data, MazeSpec) and restarts <= SYMMETRIES):
+        raise ValueError(
+            f"restarts is {restarts} and the data are of kind {spec.data.kind!r}, but only mazes have "
+            f"symmetric variants, {SYMMETRIES} of them; choose fewer restarts, or noise"
+        )
     batch = evaluation_batch(spec, sequences=boards, length=None).to(place)
     model, _ = load_trained_model(spec, weights)
     model.to(place)
     rows = []
     for most in sorted(set(iterations)):
         solved_RB, residual_RB, doubt_RB, mean, seconds = answers(
-            model, batch, restarts=restarts, noise=noise, max_iterations=most
+            model, batch, spec.data, restarts=restarts, noise=noise, max_iterations=most
         )
         rows.append(
             {
@@ -108,7 +119,13 @@ def run(
 
 @torch.no_grad()
 def answers(
-    model: ImplicitLM, batch: Batch, *, restarts: int, noise: float, max_iterations: int
+    model: ImplicitLM,
+    batch: Batch,
+    spec: PuzzleSpec,
+    *,
+    restarts: int,
+    noise: float | None,
+    max_iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Solve every board from every start.
 
@@ -122,12 +139,14 @@ def answers(
         part = batch.rows(first, first + BOARDS_AT_ONCE)
         columns = []
         for index in range(restarts):
-            options = (
-                {} if index == 0 else {"start": noisy_start(model, part, noise, seed=index + first * 1009)}
-            )
-            output = model(part.inputs, max_iterations=max_iterations, **options)
+            variant, options = part, {}
+            if index and noise is None:
+                variant = symmetric_variant(part, spec, index)
+            elif index and noise is not None:
+                options = {"start": noisy_start(model, part, noise, seed=index + first * 1009)}
+            output = model(variant.inputs, max_iterations=max_iterations, **options)
             assert output.solution is not None
-            right_B = (output.logits.argmax(-1) == part.labels).all(1)
+            right_B = (output.logits.argmax(-1) == variant.labels).all(1)
             doubt_B = -output.logits.log_softmax(-1).amax(-1).amin(1)
             columns.append((right_B.cpu(), output.solution.residual.double().cpu(), doubt_B.cpu()))
             counted.append(output.solution.iterations.double().mean().item())
@@ -144,6 +163,14 @@ def noisy_start(model: ImplicitLM, batch: Batch, noise: float, *, seed: int) -> 
     generator = torch.Generator().manual_seed(seed)
     shape = (*batch.inputs.shape, model.spec.core_width)
     return noise * torch.randn(shape, generator=generator).to(batch.inputs.device)
+
+
+def symmetric_variant(batch: Batch, spec: PuzzleSpec, number: int) -> Batch:
+    """Return the mazes turned or mirrored, by one of the eight symmetries of the square."""
+    squares = torch.tensor(maze.symmetry(math.isqrt(spec.cells), number), device=batch.inputs.device)
+    contents = batch.inputs % spec.values
+    names = batch.inputs - contents  # of the squares, where the tokens name them
+    return Batch(inputs=contents[:, squares] + names, labels=batch.labels[:, squares])
 
 
 def chosen_share(solved_RB: Tensor, measure_RB: Tensor) -> float:
