@@ -10,13 +10,14 @@ from implicit_blocks.models.explicit import ExplicitLM
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.serving.baseline import TransformersDecoder
+from implicit_blocks.serving.decoded_texts import Decoder
 from implicit_blocks.serving.inspections import Inspections
 from implicit_blocks.serving.jobs import ModelDescription
 from implicit_blocks.serving.language import Language
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.served import Setup
 from implicit_blocks.serving.word_problem import WordProblem
-from implicit_blocks.serving.worker import Decoder, Worker
+from implicit_blocks.serving.worker import Worker
 
 
 class Host:
