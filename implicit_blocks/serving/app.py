@@ -38,6 +38,12 @@ CLIENT_LEFT = 499
 """The status of a request whose client left before the answer, as in nginx's logs."""
 
 
+_TEXT_PATHS = ("/v1/completions", "/v1/chat/completions")
+"""The paths of most requests, routed without the dependencies of FastAPI, which take as long as the rest."""
+
+_Check = Callable[[Request], Awaitable[None]]
+
+
 def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
     """Return the application that serves models, each through the link to its worker.
 
@@ -74,8 +80,9 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
     app.state.served, app.state.metrics, app.state.models = served, counted, models
     app.add_middleware(_Counted, metrics=counted)
     is_open = options.no_auth or not is_loopback(options.host)
-    local = [Depends(_check_host)] if options.api_key is None and not is_open else []
-    allowed = local if options.api_key is None else [Depends(_key_check(options.api_key))]
+    local_checks: list[_Check] = [_check_host] if options.api_key is None and not is_open else []
+    checks = local_checks if options.api_key is None else [_key_check(options.api_key)]
+    local, allowed = list(map(Depends, local_checks)), list(map(Depends, checks))
 
     @app.get("/health", dependencies=local)
     async def health() -> JSONResponse:
@@ -96,18 +103,22 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
     async def model(name: str) -> JSONResponse:
         return JSONResponse(find(name).card())
 
-    @app.post("/v1/completions", dependencies=allowed)
     async def completions(request: Request) -> Response:
+        for check in checks:
+            await check(request)
         body = read(CompletionBody, await _body(request, options.max_body_bytes))
         texts, format = find(body.model).completion(body)
         return await _answer(request, body.stream, body.includes_usage, texts, format)
 
-    @app.post("/v1/chat/completions", dependencies=allowed)
     async def chat(request: Request) -> Response:
+        for check in checks:
+            await check(request)
         body = read(ChatBody, await _body(request, options.max_body_bytes))
         texts, format = find(body.model).chat(body)
         return await _answer(request, body.stream, body.includes_usage, texts, format)
 
+    for path, endpoint in zip(_TEXT_PATHS, (completions, chat), strict=True):
+        app.add_route(path, endpoint, methods=["POST"])
     add_inspections(app, find, lambda request: _body(request, options.max_body_bytes), allowed)
     add_page(app, *local)
     app.add_exception_handler(ApiError, _api_error)
@@ -119,7 +130,7 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
 # ------------------------------------------------------------------------------------ access
 
 
-def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+def _key_check(api_key: str) -> _Check:
     expected = _digest(api_key.strip().encode())
 
     async def check(request: Request) -> None:
@@ -181,7 +192,7 @@ async def _answer(
     if stream:
         return _Stream(_events(texts, format, usage=usage), texts)
     work = asyncio.ensure_future(_collect(texts))
-    left = asyncio.ensure_future(_client_left(request))
+    left = asyncio.ensure_future(_client_left(request.receive))
     try:
         await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -201,8 +212,8 @@ async def _collect(texts: Texts) -> list[Piece]:
     return wholes
 
 
-async def _client_left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _client_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -215,9 +226,12 @@ class _Stream(StreamingResponse):
         self._texts = texts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        left = asyncio.ensure_future(_client_left(receive))  # takes half the time of starlette's task group
+        left.add_done_callback(lambda _: self._texts.leave())
         try:
-            await super().__call__(scope, receive, send)
+            await self.stream_response(send)
         finally:
+            left.cancel()
             self._texts.close()
 
 
@@ -293,6 +307,7 @@ class _Counted:
         try:
             await self.app(scope, receive, observed)
         finally:
-            path = getattr(scope.get("route"), "path", "other")
+            known = scope["path"] if scope["path"] in _TEXT_PATHS else "other"
+            path = getattr(scope.get("route"), "path", known)
             self.metrics.requests.labels(path, status).inc()
             self.metrics.request_seconds.labels(path).observe(time.monotonic() - began)

@@ -181,6 +181,11 @@ class Texts:
             self._timer.cancel()
         self.runner.cancel(self.jobs)
 
+    def leave(self) -> None:
+        """End ``pieces``: the client has gone."""
+        self._running.clear()
+        self.events.put_nowait((self.jobs[0], []))
+
     def _expire(self) -> None:
         late = ApiError(
             504,
