@@ -1,6 +1,7 @@
 """Streaming clients of a server, in a process of their own: they read an order and print what they measured.
 
-``serving.py`` starts this program. It imports nothing but the standard library, so that it starts fast.
+Each client keeps its connection, as OpenAI's clients do. ``serving.py`` starts this program. It imports
+nothing but the standard library, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ async def measure(
     between: list[float] = []
     left = list(texts)
 
-    async def send(text: list[int]) -> None:
+    async def send(text: list[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sent = json.dumps({**body, "prompt": text, "stream": True}).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
         )
         began = last = time.perf_counter()
-        writer.write(f"{head}Content-Length: {len(sent)}\r\nConnection: close\r\n\r\n".encode() + sent)
+        writer.write(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
         seen, tail = False, b""
-        while part := await reader.read(1 << 16):
+        while not tail.endswith(b"\r\n0\r\n\r\n") and (part := await reader.read(1 << 16)):
             tail = (tail + part)[-64:]
             if b"data: {" in part:
                 now = time.perf_counter()
                 (between if seen else first).append(now - (last if seen else began))
                 seen, last = True, now
-        writer.close()
         assert seen and b"data: [DONE]" in tail, "a request was refused or not finished"  # noqa: PT018
 
-    async def client() -> None:
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while left:
-            await send(left.pop())
+            await send(left.pop(), reader, writer)
+        writer.close()
 
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients)]
     began = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(clients)))
+    await asyncio.gather(*(client(*connection) for connection in connections))
     seconds = time.perf_counter() - began
     found: dict[str, float | list[float]] = {"tokens_per_second": len(texts) * body["max_tokens"] / seconds}
     for name, values in (("first_token", first), ("between_tokens", between)):
