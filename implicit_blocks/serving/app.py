@@ -243,19 +243,22 @@ async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator
         opened.add(text.job.index)
         return [first, format.chunk(text, piece)]
 
+    rest = b""  # what is sent with the end, in one write
     try:
         async for found in texts.pieces():
             ready = [chunk for pair in found for chunk in chunks(*pair) if chunk is not None]
-            if ready:
-                yield b"".join(event(chunk) for chunk in ready)
+            rest = b"".join(event(chunk) for chunk in ready)
+            if rest and not texts.ended:
+                yield rest
+                rest = b""
         if usage:
-            yield event(format.closing(texts))
+            rest += event(format.closing(texts))
     except ApiError as error:
-        yield event(error.body())
+        rest += event(error.body())
     except Exception:
         _LOG.exception("a stream failed")
-        yield event(_UNEXPECTED.body())
-    yield END
+        rest += event(_UNEXPECTED.body())
+    yield rest + END
 
 
 def _json(value: dict[str, Any]) -> Response:

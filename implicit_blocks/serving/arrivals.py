@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from implicit_blocks.serving.jobs import Order
 
-QUIET_SHARE, QUIET_SECONDS = 0.1, 0.005
+QUIET_SHARE, QUIET_SECONDS = 0.1, 0.01
 """Texts wait until none has arrived for this share of the time that prompts take, at most so many seconds."""
 MOST_SHARE, MOST_SECONDS = 1.0, 0.1
 """While others arrive they wait at most for this share of it, and for so many seconds."""

@@ -196,6 +196,11 @@ class Texts:
         for text in self._running.values():
             self.events.put_nowait((text.job, [Failed(late)]))
 
+    @property
+    def ended(self) -> bool:
+        """Whether all texts have ended, or the client has gone."""
+        return not self._running
+
     async def pieces(self) -> AsyncIterator[list[tuple[Text, Piece]]]:
         """Yield a piece of each text that continues, as soon as it is known, until all have ended.
 
