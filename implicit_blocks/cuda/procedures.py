@@ -29,6 +29,14 @@ class CapturedGraphs:
         self._called: set[tuple[str, int]] = set()
         self._pool: Any = torch.cuda.graph_pool_handle()
 
+    def replay(self, name: str, slots: int) -> bool:
+        """Replay the graph of this procedure, and return whether there is one."""
+        graph = self.graphs.get((name, slots))
+        if graph is None:
+            return False
+        graph.replay()
+        return True
+
     def do(self, name: str, slots: int, procedure: Callable[[], None]) -> None:
         """Run the procedure of this name for this number of slots."""
         key = (name, slots)

@@ -47,7 +47,7 @@ class FusedFlight:
         """That product."""
         model, weights = wavefront.batch.model, wavefront.batch.weights
         injection = model.injection
-        if type(injection) is not Projection or type(injection.proj) is not Linear:
+        if type(injection) is not Projection or not isinstance(injection.proj, Linear):
             return
         with weights.activate():
             weight, bias = injection.proj.current()

@@ -74,11 +74,8 @@ class RowTiles(NamedTuple):
 
 def row_tiles(width: int, *, gate: bool) -> RowTiles:
     """Return the tiles of a product with inputs of this width; ``gate`` for two matrices."""
-    del gate
-    # On an H200 at 1.3 B parameters: 2.6 to 3.5 TB/s, cuBLAS products 1.4 to 3.1.
-    if width > 2048:
-        return RowTiles(16 if width > 4096 else 8, 1024, 8)
-    return RowTiles(inputs=triton.next_power_of_2(width))
+    # Measured at 1.3 B parameters on an H100, in whole calls (benchmarks/NOTES.md).
+    return RowTiles(4 if gate else 8, min(1024, triton.next_power_of_2(width)))
 
 
 def linear_rows(

@@ -73,10 +73,22 @@ class Tiles(NamedTuple):
     units: bool = True
 
 
-def tiles_of(width: int, *, wide: bool, gate: bool) -> Tiles:
-    """Return the tiles of a product; ``wide`` for operands of more than 16 bits."""
+def tiles_of(width: int, *, wide: bool, gate: bool, codes: bool) -> Tiles:
+    """Return the tiles of a product.
+
+    Args:
+        width: of the inputs.
+        wide: for operands of more than 16 bits.
+        gate: for two matrices.
+        codes: for weights in 8 bits.
+
+    """
     block = max(16, min(64, triton.next_power_of_2(triton.cdiv(width, 4))))
-    return Tiles(inputs=block, stages=2 if wide else 3 if gate else 4)
+    if wide:
+        return Tiles(inputs=block, stages=2)
+    if codes:
+        return Tiles(inputs=128 if width >= 512 else block, stages=2)
+    return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=0)
 
 
 def linear_window(
@@ -126,7 +138,8 @@ def linear_window(
     tokens, width = x.value_TK.shape
     outputs, device = weight_MK.shape[0], x.value_TK.device
     half = x.value_TK.dtype.itemsize <= 2
-    chosen = tiles or tiles_of(width, wide=not half, gate=gate_MK is not None)
+    codes = weight_MK.dtype.itemsize == 1
+    chosen = tiles or tiles_of(width, wide=not half, gate=gate_MK is not None, codes=codes)
     fewest = COLUMNS[0] if chosen.units else 1
     columns = min(max(triton.next_power_of_2(tokens), fewest), COLUMNS[1])
     together = columns // length * length  # whole windows

@@ -30,6 +30,8 @@ LEAST = 16  # width of a head, and rows of a product of matrix units
 
 def window_attention_tiles(head_dim: int, *, half: bool) -> AttentionTiles:
     """Return the tiles of the attention of windows; ``half`` for keys of at most 16 bits."""
+    if half and head_dim <= 64:
+        return AttentionTiles(256, 2, 8, 256)
     return AttentionTiles(128 if half and head_dim <= 128 else 32, 2, 8 if half else 4, 128)
 
 
