@@ -46,7 +46,7 @@ class AsyncHostCopy:
         self._here.copy_(values, non_blocking=True)
         self._event = self._event or torch.cuda.Event()
         self._arrives = self._event
-        self._arrives.record()
+        self._arrives.record(_current_stream(values.device))
 
     def read(self, values: Tensor | None = None) -> Any:
         """Return the values of a tensor as ``tolist`` does; without a tensor, those of the last copy."""
@@ -65,3 +65,19 @@ class AsyncHostCopy:
             self._free.setdefault(key, []).append((self._here, self._event))
             self._here, self._read = None, found
         return found
+
+
+_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
+"""Streams by device and address."""
+
+
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the current stream of a device.
+
+    ``torch.cuda.current_stream`` takes the host longer than an asynchronous copy.
+    """
+    assert device.index is not None  # that of a tensor
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    if key not in _STREAMS:
+        _STREAMS[key] = torch.cuda.current_stream(device)
+    return _STREAMS[key]
