@@ -109,3 +109,20 @@ def test_the_product_row_by_row_is_the_plain_one(width, gated, dtype):
     if gated:
         expected = expected * F.silu(normed @ gate.float().T)
     assert error(found, expected + 2 * z) < 1e-4
+
+
+@pytest.mark.skipif(INTERPRETED, reason="copies from a GPU")
+def test_a_copy_to_the_host_keeps_its_values_when_its_memory_is_reused():
+    from implicit_blocks.cuda.host_copy import AsyncHostCopy
+
+    values = torch.arange(12, device=DEVICE).view(3, 4)
+    first, second = AsyncHostCopy(values), AsyncHostCopy(values + 1)
+    assert first.read() == values.tolist()
+    third = AsyncHostCopy(values + 2)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        fourth = AsyncHostCopy(values + 3)
+    assert [copy.read() for copy in (first, second, third, fourth)] == [
+        (values + number).tolist() for number in range(4)
+    ]
