@@ -130,7 +130,7 @@ def averages_table(runs: Runs) -> str:
         if "averaged" in run["weights"]:
             key = (run["side"], OPTIMIZERS[recipe_of(run).optimizer])
             groups.setdefault(key, []).append(run["weights"])
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for (side, optimizer), weights in sorted(groups.items()):
         better = sum(one["averaged"]["choice"] < one["last"]["choice"] for one in weights)
         changes = sorted(one["averaged"]["report"] / one["last"]["report"] - 1 for one in weights)
@@ -143,7 +143,7 @@ def averages_table(runs: Runs) -> str:
 def lengths_table(runs: Runs) -> str:
     """Return perplexities at 8 times the training length over those of the same text at that length."""
     head = ("model", "width", "optimizer", "seeds", "as trained", "linear", "llama3")
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for recipe, rows in by_recipe([run for run in reported(runs) if run["lengths_scaled"]]).items():
         ratios = []
         for run in rows:
