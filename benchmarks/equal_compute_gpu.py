@@ -117,12 +117,12 @@ def _llama_half() -> list[dict[str, Any]]:
     four, eight = {**HALF, **FOUR, "share": 0.6}, {**HALF, **EIGHT}
     looped, late = {**HALF, **RESIDUAL, **END, "weight_decay": 0.75}, {**HALF, **LATE, **END}
     sides: Shapes = (looped, four, late, eight)
+    penalty, wide = {"residual_weight": 1.0}, {**HALF, **FOUR, "width": 320}
     runs = [{**side, **optimizer} for optimizer in (MUON, {}) for side in sides]
-    runs += [{**looped, "residual_weight": weight} for weight in (1.0, 4.0)]
+    runs += [{**looped, **optimizer, **penalty} for optimizer in (MUON, {})]
     high: Shapes = ({**looped, "weight_decay": 1.5}, {**four, "weight_decay": 3.0})
-    runs += [{**side, **optimizer} for optimizer in (MUON, {}) for side in high]
-    wide, weight_norm = {**HALF, **FOUR, "width": 320}, {"weight_norm": True, "qk_norm": False}
-    return [*runs, wide, *({**side, **weight_norm} for side in (looped, four)), {**wide, **MUON}]
+    runs += [{**side, **MUON} for side in high] + [{**wide, **MUON}, wide] + list(high)
+    return runs + [{**side, "weight_norm": True, "qk_norm": False} for side in (looped, four)]
 
 
 def _half_small() -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ def _half_small() -> list[dict[str, Any]]:
 
 
 def _fresh_muon() -> list[dict[str, Any]]:
-    """Each token once, with loops in the last steps only: learning rates and both optimizers."""
+    """Each token once, with loops in the last steps only: both optimizers, learning rates."""
     base = {**LLAMA, "petaflops": 0.35, "weight_decay": 0.3, "average": 0.99}
     shapes: Shapes = (
         FOUR,
@@ -146,8 +146,7 @@ def _fresh_muon() -> list[dict[str, Any]]:
     )
     return [
         {**base, **shape, **optimizer, "learning_rate": rate}
-        for rate in (1e-3, 2e-3)
-        for optimizer in (MUON, {})
+        for rate, optimizer in ((1e-3, MUON), (1e-3, {}), (2e-3, MUON), (5e-4, {}))
         for shape in shapes
     ]
 
@@ -155,9 +154,8 @@ def _fresh_muon() -> list[dict[str, Any]]:
 def _mamba2_quarter() -> list[dict[str, Any]]:
     """Return runs with a quarter of a token of text per parameter, and more FLOPs per token of text."""
     base = {**MAMBA2, "petaflops": 0.82, "average": 0.998}
-    late, twice, eight = {**base, **LATE, **END}, {**base, **TWICE, **END}, {**base, **EIGHT}
-    runs = [late, eight, twice, {**eight, "share": 0.6}, {**eight, "weight_decay": 4.0}]
-    return [*runs, {**late, "weight_decay": 4.0}, *({**side, **MUON} for side in (late, eight))]
+    late, eight = {**base, **LATE, **END}, {**base, **EIGHT}
+    return [late, eight, {**late, **MUON}, {**eight, **MUON}, {**eight, "share": 0.6}]
 
 
 def _llama_half_10m() -> list[dict[str, Any]]:
@@ -229,7 +227,8 @@ def chosen_seeds(
     """Return further seeds of the best recipe of each side, number of layers and width.
 
     Best on the text of the choice; the seeds of the rows are not among the returned ones. Recipes with a
-    penalty on residuals are a kind of their own, in which those come first whose tokens converge.
+    penalty on residuals are a kind of their own, in which those come first whose tokens converge. Explicit
+    models of a size that no implicit one has take part only if they are the best ones.
 
     Args:
         rows: results with the seeds that choose.
@@ -252,6 +251,10 @@ def chosen_seeds(
         for key in (kind, (*kind, recipe.get("optimizer"))) if each_optimizer else (kind,):
             if key not in best or rank(row) < rank(best[key]):
                 best[key] = row
+    sizes = {key[1:3] for key in best if key[0] == "implicit"}
+    explicit = [row for key, row in best.items() if key[0] == "explicit"]
+    least = min(explicit, key=rank, default=None)
+    best = {key: row for key, row in best.items() if key[1:3] in sizes or row is least}
     taken = {row["recipe"]["seed"] for row in rows}
     left = [seed for seed in seeds if seed not in taken]
     found = [{**row["recipe"], "seed": seed} for seed in left for row in best.values()]
