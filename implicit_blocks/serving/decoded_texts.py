@@ -95,13 +95,18 @@ class DecodedTexts:
         free = sum(text is None for text in self.decoder.texts) - len(self.decoder.waiting)
         return self._arrivals.left(time.monotonic(), free=free)
 
-    def take(self) -> tuple[Batch, bool]:
-        """Return what has happened, and whether it is urgent; begin anew."""
-        batch, urgent = self.batch, self.urgent
+    @property
+    def solves_prompts(self) -> bool:
+        """Whether the next step begins with the prompts of new texts."""
+        return bool(self._to_score) or self.seconds_to_gather() == 0
+
+    def take(self) -> Batch:
+        """Return what has happened, and begin anew."""
+        batch = self.batch
         self.batch, self.urgent = Batch(), False
         batch.busy_slots = sum(text is not None for text in self.decoder.texts)
         batch.broken = self.broken
-        return batch, urgent
+        return batch
 
     def accept(self, orders: Sequence[Order]) -> None:
         """Queue texts."""

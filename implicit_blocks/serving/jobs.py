@@ -174,14 +174,10 @@ class Batch:
     broken: str | None = None
     """Why the decoder cannot continue, None while it can."""
 
-    def append(self, other: Batch) -> None:
-        """Add a later batch."""
-        self.prompts += other.prompts
-        self.tokens += other.tokens
-        self.ends += other.ends
-        self.reports += other.reports
-        self.failures += other.failures
-        self.busy_slots, self.broken = other.busy_slots, other.broken
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has happened."""
+        return not (self.prompts or self.tokens or self.ends or self.reports or self.failures)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields with the tokens by columns, which are pickled several times faster than rows."""

@@ -22,6 +22,10 @@ _SIZE = struct.Struct("!Q")
 """The number of bytes of the pickled object that follows."""
 
 
+Send = Callable[[Batch, bool], None]
+"""Sends a batch from the thread of a worker; the flag says whether to wait until all of it is sent."""
+
+
 class Connected:
     """The first message of another process: it accepts requests."""
 
@@ -49,7 +53,7 @@ class ThreadLink:
         """Start the worker."""
         loop = asyncio.get_running_loop()
 
-        def send(batch: Batch) -> None:
+        def send(batch: Batch, wait: bool) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed without waiting for the thread
                 loop.call_soon_threadsafe(receive, batch)
 
@@ -112,6 +116,27 @@ class SocketLink:
         self._write()
         with contextlib.suppress(ConnectionError, TimeoutError):
             await asyncio.wait_for(self._writer.drain(), seconds)
+
+
+class SocketSender:
+    """Sends batches through a socket; a decoder does not wait for a receiver that is busy."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._unsent = b""
+        self._is_open = True
+
+    def __call__(self, batch: Batch, wait: bool) -> None:
+        """Send a batch, or what fits into the socket of it; the rest is sent with the next one."""
+        content = self._unsent + packed(batch)
+        try:
+            while content and self._is_open:
+                content = content[self._channel.send(content, 0 if wait else socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the receiver has ended, which its parent reports
+            self._is_open = False
+        self._unsent = content if self._is_open else b""
 
 
 def packed(value: Any) -> bytes:

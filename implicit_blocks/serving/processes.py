@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from implicit_blocks.serving.hosting import Host
-from implicit_blocks.serving.jobs import Batch
-from implicit_blocks.serving.links import Connected, packed, receive
+from implicit_blocks.serving.links import Connected, SocketSender, packed, receive
 
 _WORKERS_END = 30.0
 """Seconds that the workers have for their current step when the server ends."""
@@ -57,7 +56,7 @@ class HttpProcess:
                 channel.sendall(packed(host.setup))
             except OSError:
                 raise ChildProcessError(_ENDED.format(self.wait())) from None
-            host.worker.start(_sender(channel))
+            host.worker.start(SocketSender(channel))
             threading.Thread(target=self._read, args=(host, channel), name="orders", daemon=True).start()
 
     @property
@@ -108,10 +107,6 @@ class HttpProcess:
 
 
 _ENDED = "the HTTP process ended with exit code {}; its messages above have the cause"
-
-
-def _sender(channel: socket.socket) -> Callable[[Batch], None]:
-    return lambda batch: channel.sendall(packed(batch))
 
 
 def run(hosts: Sequence[Host], listening: socket.socket, *, ready: Callable[[], None]) -> None:

@@ -17,7 +17,10 @@ from implicit_blocks.serving.decoded_texts import DecodedTexts, Decoder
 from implicit_blocks.serving.errors import ApiError
 from implicit_blocks.serving.inspections import Inspections
 from implicit_blocks.serving.jobs import Cancel, InspectionOrder, Message, Submit
-from implicit_blocks.serving.outbox import Outbox, Send
+from implicit_blocks.serving.links import Send
+
+DELIVERY_SECONDS = 0.01
+"""The least time between two deliveries, unless a text has ended, whose client may send the next one."""
 
 
 class Worker:
@@ -47,6 +50,8 @@ class Worker:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         """What the thread shall do; None: end."""
         self._beat_seconds, self._sent = beat_seconds, -math.inf
+        self._all_sent = True
+        """Whether the last delivery waited until all was sent."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -55,7 +60,10 @@ class Worker:
         return self.texts.decoder
 
     def start(self, send: Send) -> None:
-        """Start the thread; ``send`` receives what it reports, in another thread."""
+        """Start the thread, which also sends what it reports.
+
+        A thread for that would take the interpreter from the decoder for longer than sending takes.
+        """
         self._thread = threading.Thread(target=self._run, args=(send,), name="decoder", daemon=True)
         self._thread.start()
 
@@ -66,37 +74,44 @@ class Worker:
             self._thread.join(timeout=seconds)
 
     def _run(self, send: Send) -> None:
-        outbox, texts = Outbox(send), self.texts
+        texts = self.texts
         while texts.broken is None:
             try:
-                if not self._receive():
+                if not self._receive(send):
                     break
+                if self.inspections or texts.solves_prompts:  # which take longer than a step
+                    self._deliver(send, everything=True)
                 if isinstance(self.decoder, ContinuousDecoder):
                     self.inspections.advance(self.decoder, texts.batch.reports)
                 texts.step()
             except Exception as error:
                 texts.recover(error)
-            self._flush(outbox)
+            self._deliver(send)
         self._fail_all(ApiError(503, f"{texts.broken or 'the server is shutting down'}; try again later"))
-        self._flush(outbox)
-        outbox.close()
+        self._deliver(send, everything=True)
 
-    def _flush(self, outbox: Outbox) -> None:
-        """Send what has happened, and otherwise a sign of progress if the last one is long ago."""
-        batch, now = self.texts.batch, time.monotonic()
-        anything = batch.tokens or batch.prompts or batch.ends or batch.reports or batch.failures
-        if anything or now - self._sent > self._beat_seconds:
-            batch, urgent = self.texts.take()
-            outbox.put(batch, urgent=urgent)
-            self._sent = now
+    def _deliver(self, send: Send, *, everything: bool = False) -> None:
+        """Send what has happened if it is time; otherwise a sign of progress if the last one is long ago."""
+        past = time.monotonic() - self._sent
+        if everything:
+            due = not (self.texts.batch.is_empty and self._all_sent)
+        elif self.texts.batch.is_empty:
+            due = past >= self._beat_seconds
+        else:
+            due = self.texts.urgent or past >= DELIVERY_SECONDS
+        if due:
+            send(self.texts.take(), everything)
+            self._sent, self._all_sent = time.monotonic(), everything
 
-    def _receive(self) -> bool:
+    def _receive(self, send: Send) -> bool:
         """Take what has been sent, waiting for it if there is no work; False: end."""
         while True:
-            idle = not (self.texts.busy or self.texts.batch.ends or self.inspections)
             left = self.texts.seconds_to_gather()
+            waits = left != 0 and not (self.texts.busy or self.inspections)
+            if waits:
+                self._deliver(send, everything=True)
             try:
-                message = self.inbox.get(block=idle and left != 0, timeout=left)
+                message = self.inbox.get(block=waits, timeout=left)
             except queue.Empty:
                 return True
             if message is None:

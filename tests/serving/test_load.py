@@ -9,6 +9,7 @@ import json
 import pickle
 import random
 import resource
+import socket
 import statistics
 import threading
 import time
@@ -16,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import implicit_blocks as ib
+from implicit_blocks.decoding import NewToken
 from implicit_blocks.serving.engine import CHUNKS_PER_SECOND, Engine
-from implicit_blocks.serving.jobs import Batch, Ended, Events, GeneratedToken, Job, Order
+from implicit_blocks.serving.inspections import Inspections
+from implicit_blocks.serving.jobs import Batch, Events, GeneratedToken, Job, Order, Submit
+from implicit_blocks.serving.language import Bytes
+from implicit_blocks.serving.links import SocketSender, receive
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import ServerOptions
-from implicit_blocks.serving.outbox import DELIVERY_SECONDS, Outbox
+from implicit_blocks.serving.worker import DELIVERY_SECONDS, Worker
 
 PROMPTS = ["Hello", "one", "two words", "z", "Zürich", "a longer prompt of many bytes", "123", "{}"]
 
@@ -130,36 +136,77 @@ def test_texts_of_many_streams_are_those_of_generate(model, start):
     assert server.idle()
 
 
-def test_a_worker_sends_events_at_intervals_in_order_and_none_is_lost():
-    sent = [GeneratedToken(0, 0.0, number, last=False) for number in range(2000)]
-    batches, times = [], []
+class Counter:
+    """Stands for a decoder that makes the tokens 0, 1, … of one text, one per step."""
 
-    def send(batch: Batch) -> None:
-        times.append(time.monotonic())
-        batches.append(pickle.loads(pickle.dumps(batch)))
+    accepts_limits = False
+    on_prompts = None
 
-    outbox = Outbox(send)
-    for new in sent:
-        outbox.put(Batch(tokens=[new]))
-        if new.token % 100 == 0:
+    def __init__(self, steps_per_pause: int) -> None:
+        self.texts: list[int | None] = [None]
+        self.waiting: list[Any] = []
+        self.made, self.steps_per_pause = 0, steps_per_pause
+
+    @property
+    def busy(self) -> bool:
+        return self.texts != [None]
+
+    def submit(self, request: Any) -> int:
+        self.texts, self.left = [0], request.max_new_tokens
+        return 0
+
+    def step(self) -> list[NewToken]:
+        if self.made % self.steps_per_pause == 0:
             time.sleep(0.001)
-    outbox.close()
-    assert [new for batch in batches for new in batch.tokens] == sent
-    regular = itertools.pairwise(times[:-1])  # the last delivery is at once
+        self.made, self.left = self.made + 1, self.left - 1
+        if not self.left:
+            self.texts = [None]
+        return [NewToken(0, self.made - 1, not self.left, torch.empty(0))]
+
+
+def test_a_worker_sends_events_at_intervals_in_order_and_none_is_lost():
+    batches, times, waited, ended = [], [], [], threading.Event()
+
+    def send(batch: Batch, wait: bool) -> None:
+        times.append(time.monotonic())
+        waited.append(wait)
+        batches.append(pickle.loads(pickle.dumps(batch)))
+        if waited[-1] and any(new.last for one in batches for new in one.tokens):
+            ended.set()  # the worker has waited until everything is sent, and has no work
+
+    worker = Worker(None, lambda: Counter(20), Inspections(Bytes()), beat_seconds=60)  # type: ignore[arg-type, return-value]
+    worker.inbox.put(Submit([Order(number=0, name="a", prompt=[1], max_tokens=2000)]))
+    worker.start(send)
+    assert ended.wait(60)
+    worker.stop(60)
+    assert [new.token for batch in batches for new in batch.tokens] == list(range(2000))
+    (last,) = [number for number, batch in enumerate(batches) if batch.tokens and batch.tokens[-1].last]
+    regular = itertools.pairwise(times[:last])  # the end of a text is sent at once
     assert all(after - before >= 0.99 * DELIVERY_SECONDS for before, after in regular)
+    assert 3 < len(batches) < 200
 
 
-def test_the_end_of_a_text_is_sent_at_once():
-    arrived = threading.Event()
-    outbox = Outbox(lambda batch: arrived.set() if batch.ends else None)
-    outbox.put(Batch())
-    time.sleep(2 * DELIVERY_SECONDS)
-    began = time.monotonic()
-    outbox.put(Batch())
-    outbox.put(Batch(ends=[(0, Ended(cancelled=True))]), urgent=True)
-    assert arrived.wait(1)
-    assert time.monotonic() - began < DELIVERY_SECONDS
-    outbox.close()
+def test_a_busy_receiver_does_not_stop_the_worker_and_loses_nothing():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send = SocketSender(ours)
+        tokens = [GeneratedToken(0, 0.5, number, False) for number in range(20_000)]
+        for first in range(0, len(tokens), 200):  # more than fits into the socket
+            send(Batch(tokens=tokens[first : first + 200]), False)
+        found: list[GeneratedToken] = []
+
+        def read() -> None:
+            while len(found) < len(tokens):
+                found.extend(receive(theirs).tokens)
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        send(Batch(), True)
+        reading.join(timeout=60)
+        assert found == tokens
+        theirs.close()
+        for _ in range(3):
+            send(Batch(), False)  # the receiver has gone
 
 
 class Silent:
