@@ -7,7 +7,8 @@
 
 All models have the width of the spec, see the same sequences in the same order, and have the same learning
 rates to choose from. ``implicit-mamba2`` is the model of the spec. The others, ``implicit-rwkv7`` with its
-solver included, have as many layers as come closest to its parameters.
+solver included, have as many layers as come closest to its parameters; ``implicit-hybrid`` has Mamba2 and
+RWKV-7 side by side in each layer.
 Every combination is a run in ``--runs``; runs that are finished are read, so that a repeated command
 continues, and several processes may share the folder with different tasks. The results contain every run;
 the table has the best learning rate of each model by its accuracy at the training length. ``gated-deltanet``
@@ -39,7 +40,7 @@ from trainer.specs.generated import StateTrackingTask
 from trainer.specs.run import RunSpec
 
 TASKS = get_args(StateTrackingTask)
-IMPLICIT = ("implicit-mamba2", "implicit-rwkv7")
+IMPLICIT = ("implicit-mamba2", "implicit-rwkv7", "implicit-hybrid")
 MODELS = (*IMPLICIT, "mamba2", "attention", "gated-deltanet", "rwkv7")
 KEPT = ("length", "accuracy", "accuracy_last", "sequence_accuracy", "iterations", "iterations_max",
         "residual_max", "non_converged")  # fmt: skip
@@ -47,8 +48,21 @@ MOST_LAYERS = 8
 
 
 def mixer_of(model: str, width: int) -> dict[str, Any]:
-    """Return the mixer of an explicit model."""
+    """Return the mixer of an explicit model, or of an implicit one other than that of the spec."""
     heads = max(1, width // 32)
+    rwkv7 = {
+        "kind": "rwkv7", "n_heads": heads, "head_dim": 32, "decay_rank": 16, "rate_rank": 16,
+        "gate_rank": 32, "negative_eigenvalues": True,
+    }  # fmt: skip
+    fast = {
+        "kind": "mamba2",
+        "d_state": 32,
+        "expand": 1,
+        "head_dim": 32,
+        "dt_min": 0.1,
+        "dt_max": 0.5,
+        "a_max": 4,
+    }
     return {
         "mamba2": {"kind": "mamba2", "d_state": 64, "expand": 2, "head_dim": 32},
         "attention": {"kind": "attention", "n_heads": heads},
@@ -56,10 +70,8 @@ def mixer_of(model: str, width: int) -> dict[str, Any]:
             "kind": "gated_deltanet", "n_heads": heads, "head_dim": 32, "expand_v": 1,
             "negative_eigenvalues": True, "chunk_size": 32,
         },
-        "rwkv7": {
-            "kind": "rwkv7", "n_heads": heads, "head_dim": 32, "decay_rank": 16, "rate_rank": 16,
-            "gate_rank": 32, "negative_eigenvalues": True,
-        },
+        "rwkv7": rwkv7,
+        "hybrid": {"kind": "hybrid", "mixers": [fast, rwkv7]},
     }[model]  # fmt: skip
 
 
@@ -171,7 +183,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy at the longest test: what iteration adds to models of one size."""
     from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure
 
-    colors = dict(zip(MODELS, (BLUE, "#c53030", ORANGE, GREY, GREEN, DARK), strict=True))
+    colors = dict(zip(MODELS, (BLUE, "#c53030", "#6b46c1", ORANGE, GREY, GREEN, DARK), strict=True))
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
     width = 0.8 / len(models)
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
