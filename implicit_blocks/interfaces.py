@@ -12,7 +12,7 @@ E elements of a search (rows, or tokens with prefix scope), F features of an ele
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -244,6 +244,8 @@ class Mixer(nn.Module, ABC):
     """Whether a token's output is independent of later tokens; windows and decoding require it."""
     needs_token_ids: bool = False
     """Whether ``prepare`` needs the token IDs of the window (``Window.ids_BL``)."""
+    initial_state_kind: Hashable | None = None
+    """Mixers of one kind have equal initial states, which they share; None: each has its own."""
 
     @property
     @abstractmethod

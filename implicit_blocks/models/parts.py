@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -228,14 +228,20 @@ class ModelParts(TrainingMethods, nn.Module):
         return all(block.mixer.truncates for block in self.state_blocks())
 
     def initial_state(self, batch_size: int, *, max_seq_len: int | None = None) -> SequenceState:
-        """Return the state before the first token; caches reserve room for ``max_seq_len`` tokens."""
-        weight, layers = self.embedding.weight, list[State]()
+        """Return the state before the first token; caches reserve room for ``max_seq_len`` tokens.
+
+        Layers of equal mixers share one state, unless it reserves room.
+        """
+        weight, layers, known = self.embedding.weight, list[State](), dict[Hashable, State]()
         for block in self.state_blocks():
-            layers.append(
-                block.mixer.initial_state(
+            kind = block.mixer.initial_state_kind if max_seq_len is None else None
+            state = known.get(kind) if kind is not None else None
+            if state is None:
+                state = block.mixer.initial_state(
                     batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
                 )
-            )
+                known[kind] = state
+            layers.append(state)
         position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return SequenceState(batch_size, 0, position, tuple(layers))
 
