@@ -61,8 +61,10 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotate(x_BHLP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate feature i of each head with feature i + P/2 by its token's angle, in the wider of both types.
 
-    Returns the type of ``x``. Each half is cast separately: a compiler would write a concatenation to memory.
+    Returns the type of ``x``, in memory token by token: attention writes its output as it finds its queries,
+    and the projection after it reads tokens. Each half is cast separately: a compiler would write a
+    concatenation to memory.
     """
     first, second = x_BHLP.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin
-    return torch.cat([half.to(x_BHLP.dtype) for half in turned], dim=-1)
+    return torch.cat([half.to(x_BHLP.dtype).transpose(1, 2) for half in turned], dim=-1).transpose(1, 2)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.mixers.mamba2 import mixer as mamba2
+from implicit_blocks.ops.attention import after, attend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +66,23 @@ def test_mamba2_continues_as_with_plain_operators(monkeypatch, rows, lengths):
     for own, other in zip(states.layers, expected_states.layers, strict=True):
         assert relative(own.conv_BWC, other.conv_BWC) < 0.02
         assert relative(own.h_BHPN, other.h_BHPN) < 0.02
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("length", "keys"), [(256, 512), (256, 1792), (512, 2560)])
+def test_attention_in_pieces_equals_attention_with_a_mask(kv_heads, length, keys):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has other kernels")
+    q = torch.randn(2, 4, length, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(2, kv_heads, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = k[:, :, :keys], v[:, :, :keys]  # as in a cache with room for more
+    assert after.suits(q, k)
+    found = attend(q, k, v, mask=causal_lower_right(length, keys), causal=True)
+    seen = torch.arange(keys, device="cuda") <= torch.arange(keys - length, keys, device="cuda")[:, None]
+    expected = attend(q.float(), k.float(), v.float(), mask=seen, causal=True, backend="torch")
+    assert found.dtype == torch.bfloat16
+    assert relative(found, expected) < 5e-3
 
 
 @pytest.mark.parametrize("name", MIXERS)

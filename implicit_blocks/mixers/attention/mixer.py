@@ -24,7 +24,7 @@ from implicit_blocks.mixers import VALUE_GATE_CHANNELS
 from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.slots import attend_slot_windows, attend_slots
-from implicit_blocks.ops.backends import is_vmapped
+from implicit_blocks.ops.backends import is_transformed, is_vmapped
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.parallel.sequence import SequencePart
 from implicit_blocks.specs import AttentionSpec
@@ -96,6 +96,7 @@ class Attention(Mixer):
         self.causal = spec.causal
         self.truncates = spec.causal  # type: ignore[misc]  # known by instance
         self.needs_token_ids = spec.value_embeddings is not None
+        self.initial_state_kind = Attention, self.n_kv_heads, self.head_dim
         self.in_proj = Linear(d_model, self.injection_width, bias=spec.has_input_bias)
         self.out_proj = Linear(self.n_heads * self.head_dim, d_model, bias=spec.has_output_bias)
         rotated = (self.n_heads + self.n_kv_heads) * self.head_dim
@@ -318,9 +319,10 @@ def _mask(mixer: Attention, window: Window) -> Tensor | None:
     end = window.start + window.length
     if window.part is not None:
         window.part.check(window)
-        if plain and mixer.backend in ("auto", "sdpa"):
-            # Torch's fused kernels read this mask as one number, where a tensor has an entry per pair.
-            return causal_lower_right(window.length, end)
+    # Torch's fused kernels read this mask as one number, where a tensor has an entry per pair.
+    number = window.part is not None or (window.device.type == "cuda" and not torch.is_grad_enabled())
+    if plain and number and causal and mixer.backend in ("auto", "sdpa") and not is_transformed():
+        return causal_lower_right(window.length, end)
     query = torch.arange(window.start, end, device=window.device)[:, None]
     key = torch.arange(end, device=window.device)
     mask = key <= query if causal else (key >= 0).expand(len(query), -1)

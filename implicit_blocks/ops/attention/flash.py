@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.attention import after
 from implicit_blocks.ops.attention.flex import Blocks
 from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 
@@ -48,7 +49,7 @@ def _pays(
     256 tokens after 1792, 8 rows, 12 heads of width 64, on an H200: 0.066 ms, sdpa 0.087; with the backward
     pass 0.238, sdpa 0.268. Without a mask torch uses cuDNN's kernels, which are twice as fast.
     """
-    return causal and mask is not None
+    return causal and mask is not None and not after.suits(q_BHLP, k_BKTP)
 
 
 BACKEND = Backend("flash-attn", _attend, refuses, _pays, MODULE, "flash-attn")

@@ -8,8 +8,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import scaled_dot_product_attention
 
+from implicit_blocks.ops.attention import after
 from implicit_blocks.ops.attention.flex import Blocks
 from implicit_blocks.ops.backends import Backend, is_forward_mode, is_vmapped
 
@@ -17,6 +19,8 @@ from implicit_blocks.ops.backends import Backend, is_forward_mode, is_vmapped
 def _sdpa(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> Tensor:
+    if isinstance(mask, CausalBias) and after.suits(q_BHLP, k_BKTP):
+        return after.attend_after(q_BHLP, k_BKTP, v_BKTP)
     causal, grouped = causal and mask is None, q_BHLP.shape[1] != k_BKTP.shape[1]
     # torch's fused kernels support neither forward mode nor vmap; the math backend supports both.
     with sdpa_kernel(SDPBackend.MATH) if is_forward_mode() or is_vmapped() else nullcontext():
