@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,9 @@ class Linear(nn.Linear):
 
     def layout(self) -> WeightLayout:
         """Return the layout of the cached weight."""
-        parts = _normed_parts(self)
+        return self._layout(_normed_parts(self))
+
+    def _layout(self, parts: tuple[Tensor, Tensor] | None) -> WeightLayout:
         parameter = next(iter(self.parameters())) if parts is None else parts[1]
         device, dtype = parameter.device.type, parameter.dtype
         if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
@@ -163,11 +165,13 @@ class SwiGLU(nn.Module):
 
     def choose_padding(self) -> None:
         """Pad the hidden width while weights are cached, unless a layer is wrapped or replaced."""
-        plain = all(isinstance(layer, Linear) for layer in self.children())
-        for layer in self.modules():
+        layers = self._modules.values()
+        plain = all(isinstance(layer, Linear) for layer in layers)
+        out = self._modules["out_proj"]
+        for layer in layers if plain else self.modules():
             if isinstance(layer, Linear):
-                layer.pad_out = plain and layer is not self.out_proj
-                layer.pad_in = plain and layer is self.out_proj
+                own = vars(layer)  # a module's assignment of attributes is slow, and the device waits
+                own["pad_out"], own["pad_in"] = plain and layer is not out, plain and layer is out
 
     def forward(self, z_BLD: Tensor) -> Tensor:
         """Map each token, (B, L, D) to (B, L, D)."""
@@ -360,10 +364,10 @@ def prepare_weights(modules: Iterable[nn.Module], groups: Mapping[int, int]) -> 
         pairs of the module with the attribute ``cached``, a ``Linear`` or a ``WeightNorm``, and its value.
 
     """
-    found = [(module, layout) for module in modules if (layout := _layout(module)) is not None]
-    normed = _fused(found, [groups.get(id(module), -1) for module, _ in found])
+    found = [one for module in modules if (one := _found(module)) is not None]
+    normed = _fused(found, [groups.get(id(module), -1) for module, *_ in found])
     cached: list[tuple[Any, Any]] = []
-    for place, (module, layout) in enumerate(found):
+    for place, (module, layout, _) in enumerate(found):
         weight = normed.get(place)
         if isinstance(module, Linear):
             cached.append((module, module.prepared(layout, weight)))
@@ -373,15 +377,24 @@ def prepare_weights(modules: Iterable[nn.Module], groups: Mapping[int, int]) -> 
     return cached
 
 
-def _layout(module: nn.Module) -> WeightLayout | None:
-    """Return the layout of a module's cached weight; None: the weight is not cached."""
+class _Found(NamedTuple):
+    """A module whose weight is cached, its layout, and ``g`` and ``v`` if it has weight norm and no more."""
+
+    module: nn.Module
+    layout: WeightLayout
+    parts: tuple[Tensor, Tensor] | None
+
+
+def _found(module: nn.Module) -> _Found | None:
+    """Return how the weight of a module is cached; None: it is not."""
     if isinstance(module, Linear):
-        return module.layout()
+        parts = _normed_parts(module)
+        return _Found(module, module._layout(parts), parts)
     chain = _parametrizations(module)
-    return None if chain is None else (chain.original1.dtype, 0, 0)
+    return None if chain is None else _Found(module, (chain.original1.dtype, 0, 0), _normed_parts(module))
 
 
-def _fused(found: Sequence[tuple[nn.Module, WeightLayout]], groups: Sequence[int]) -> dict[int, Tensor]:
+def _fused(found: Sequence[_Found], groups: Sequence[int]) -> dict[int, Tensor]:
     """Return the normed weights computed by Triton kernels, by the modules' index in the list.
 
     Each has the dtype of its layout and is padded by the layout's zero rows and columns. Modules without
@@ -396,8 +409,8 @@ def _fused(found: Sequence[tuple[nn.Module, WeightLayout]], groups: Sequence[int
 
     served: dict[int, tuple[Tensor, Tensor, Layout]] = {}
     devices = set()
-    for place, (module, layout) in enumerate(found):
-        if (parts := _normed_parts(module)) is None:
+    for place, (_, layout, parts) in enumerate(found):
+        if parts is None:
             continue
         g, v = parts
         row = v.numel() // max(1, len(v)) + layout[2]

@@ -168,7 +168,7 @@ class MapGraphs:
             others = list(self._buffers.values())
             weights = next((b.weights for b in others if b.weights.alike(f.weights)), None)
             given = next((b.given for b in others if b.given.alike(f)), None)
-            buffers = self._buffers[key] = _Buffers(weights or _Weights(f.weights), given or _Given(f))
+            buffers = self._buffers[key] = _Buffers(f, weights, given)
         buffers.load(f)
         self._last = None
         return buffers
@@ -287,8 +287,9 @@ class _Given:
 class _Buffers:
     """The input buffers of graphs of one shape, which graphs of other shapes may share in part."""
 
-    def __init__(self, weights: _Weights, given: _Given) -> None:
-        self.weights, self.given = weights, given
+    def __init__(self, f: BoundMap, weights: _Weights | None, given: _Given | None = None) -> None:
+        self.weights = weights if weights is not None else _Weights(f.weights)
+        self.given = given if given is not None else _Given(f)
 
     def hold(self, f: BoundMap) -> bool:
         """Whether the buffers contain the inputs of this map."""

@@ -59,8 +59,13 @@ def float8_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tenso
     multiplied in float32, as a reference that is not faster.
     """
     codes, scales = quantized_rows(x)
-    with without_autocast(x.device.type):
-        if not x.is_cuda:
+    return float8_product(codes, scales, weight, bias)
+
+
+def float8_product(codes: Tensor, scales: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
+    """Return the product with a weight, (…, N), given codes (…, K) and scales (…, 1) of the other factor."""
+    with without_autocast(codes.device.type):
+        if not codes.is_cuda:
             wide = None if bias is None else bias.float()
             return F.linear(codes.float() * scales, weight.wide(), wide).to(weight.dtype)
         product: Tensor = torch._scaled_mm(
@@ -72,7 +77,7 @@ def float8_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tenso
             out_dtype=weight.dtype,
             use_fast_accum=True,
         )
-    return product.view(*x.shape[:-1], len(weight.codes))
+    return product.view(*codes.shape[:-1], len(weight.codes))
 
 
 @torch.no_grad()

@@ -44,8 +44,19 @@ def mamba2_after(
 ) -> tuple[Tensor, Tensor]:
     """Return the input of the output projection, (B, L, I), and the state after the window in float32.
 
-    ``tail_BWC`` are the W − 1 inputs of the convolution before the window, ``state_BHPN`` is the state before
-    it; the other arguments are those of ``mamba2_mix``.
+    Args:
+        projected_BLU: the output of the input projection, in bfloat16 or float16.
+        u_BLU: the injection, added to it; None: nothing.
+        tail_BWC: the W − 1 inputs of the convolution before the window.
+        state_BHPN: the state before the window.
+        conv_weight_CW: taps, oldest first.
+        conv_bias_C: the bias of the convolution, or None.
+        dt_bias_H: added to the step sizes before softplus.
+        A_log_H: ``A = −exp(A_log)``.
+        D_H: the skip connection.
+        norm_weight_I: the weight of the gated norm.
+        sizes: the division of the projection.
+
     """
     note("mamba2 between its projections", "our Triton kernels")
     if u_BLU is not None:

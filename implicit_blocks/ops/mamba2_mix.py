@@ -149,33 +149,47 @@ def _mix(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the values, the state on request, and the scan's output if backward needs it; else empty."""
-    from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
+    from implicit_blocks.ops.kernels import mamba2_parts
 
     shape = _sizes(sizes, eps)
     # The results of an operator must be distinct tensors.
     none, no_y = projected.new_empty(0), projected.new_empty(0)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u, rows)
-        conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
-        by_block = not _one_chunk(projected.shape[1], shape)
-        steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=by_block)
-        if by_block and not _walks(projected, shape):
-            x, B, C = divide(conv, shape)
-            A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
-            y, _, _, _, _, state = mamba_ssm.kernels()._mamba_chunk_scan_combined_fwd(
-                x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
-            )
-            y, state = y.view(*projected.shape[:2], shape.inner), state.float().contiguous()
-        else:
-            y, state = mamba2_walk.forward(
-                conv, steps, D, sizes=shape, return_state=return_state, by_block=by_block
-            )
+        y, state = scanned(projected, added, conv_weight, conv_bias, dt_bias, A_log, D, shape, return_state)
         out = mamba2_parts.gated_norm_forward(
             y, projected, added, norm_weight, eps=eps, groups=shape.norm_groups
         )
         if out_weight is not None:
             out = torch.nn.functional.linear(out, out_weight, out_bias)
         return out, none if state is None or not return_state else state, y if keep else no_y
+
+
+def scanned(
+    projected: Tensor,
+    added: Added,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    shape: Mamba2Sizes,
+    return_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scan's output, (B, L, I), and the state if requested; outside autocast."""
+    from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
+
+    conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
+    by_block = not _one_chunk(projected.shape[1], shape)
+    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=by_block)
+    if by_block and not _walks(projected, shape):
+        x, B, C = divide(conv, shape)
+        A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
+        y, _, _, _, _, state = mamba_ssm.kernels()._mamba_chunk_scan_combined_fwd(
+            x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
+        )
+        return y.view(*projected.shape[:2], shape.inner), state.float().contiguous()
+    return mamba2_walk.forward(conv, steps, D, sizes=shape, return_state=return_state, by_block=by_block)
 
 
 @_mix.register_fake

@@ -41,13 +41,13 @@ def asked(monkeypatch):
             mixed = nn.functional.linear(mixed, out_weight_DI, out_bias_D)
         return mixed, state
 
-    monkeypatch.setattr(Mamba2, "_fusible", lambda *_: True)
+    monkeypatch.setattr("implicit_blocks.mixers.mamba2.mixer._fusible", lambda *_: True)
     monkeypatch.setattr(mamba2_mix, "suits", lambda *_: True)
     monkeypatch.setattr(mamba2_mix, "mamba2_mix", mix)
     torch.manual_seed(0)
     mixer = Mamba2(ib.Mamba2Spec(d_state=16, head_dim=16, bias=True), d_model=32)
     z = torch.randn(2, 8, 32)
-    context = SimpleNamespace(plain=True, u_rows_BL=None)
+    context = SimpleNamespace(plain=True, continues=False, u_rows_BL=None)
     return SimpleNamespace(given=given, mixer=mixer, run=lambda: mixer(z, None, None, context))
 
 
@@ -106,7 +106,7 @@ def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
     called = []
     asked.mixer.norm.register_forward_hook(lambda *_: called.append(1))
     unfused(asked.mixer)
-    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, inverse_BL=None)
+    context = SimpleNamespace(plain=True, continues=False, u_rows_BL=None, order_BL=None, inverse_BL=None)
     asked.mixer(torch.randn(2, 8, 32), None, None, context)
     assert called == [1]
     assert not asked.given
@@ -118,7 +118,7 @@ def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
 def test_no_operator_where_no_kernel_can_be_differentiated(asked):
     """Forward mode and ``torch.func`` go through the plain operators, as they do elsewhere."""
     unfused(asked.mixer)
-    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, inverse_BL=None)
+    context = SimpleNamespace(plain=True, continues=False, u_rows_BL=None, order_BL=None, inverse_BL=None)
     z = torch.randn(2, 8, 32)
     torch.func.jvp(lambda z: asked.mixer(z, None, None, context), (z,), (torch.ones_like(z),))
     assert not asked.given
@@ -154,7 +154,7 @@ def test_parameters_with_strides_are_not_for_kernels(asked, name):
     apart = value.mT.contiguous().mT if value.ndim > 1 else torch.stack([value, value], 1)[:, 0]
     setattr(owner, name, nn.Parameter(apart))
     unfused(asked.mixer)
-    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, inverse_BL=None)
+    context = SimpleNamespace(plain=True, continues=False, u_rows_BL=None, order_BL=None, inverse_BL=None)
     asked.mixer(torch.randn(2, 8, 32), None, None, context)
     assert not asked.given
 

@@ -26,8 +26,10 @@ from implicit_blocks.mixers.short_conv import DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO, is_differentiated_forward
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
+from implicit_blocks.ops.float8 import Float8Weight
 from implicit_blocks.ops.mamba2_after import eligible as eligible_after
 from implicit_blocks.ops.mamba2_after import mamba2_after
+from implicit_blocks.ops.mamba2_float8 import mamba2_float8
 from implicit_blocks.ops.ssd import SSD, ssd
 from implicit_blocks.parallel.sequence import SequencePart, state_before
 from implicit_blocks.specs import Mamba2Spec
@@ -85,7 +87,7 @@ class Mamba2(Mixer):
     def __init__(self, spec: Mamba2Spec, *, d_model: int) -> None:
         super().__init__()
         spec.check(d_model)
-        self.spec = spec
+        self.spec, self.initial_state_kind = spec, (Mamba2, spec, d_model)
         SSD.require(spec.backend)
         CAUSAL_CONV.require(spec.conv_backend)
         self.d_inner = spec.expand * d_model
@@ -207,6 +209,8 @@ class Mamba2(Mixer):
             return None
         if after:
             return _mixed_after(self, projected, u, state)
+        if not return_state and (out := _mixed_in_8_bits(self, projected, u, context)) is not None:
+            return out, None, projected
         # With gradients the operator includes the output projection, unless that is wrapped or has hooks.
         plain = type(self.out_proj).forward is Linear.forward and not has_hooks(self.out_proj)
         last = self.out_proj if plain and torch.is_grad_enabled() else None
@@ -347,6 +351,29 @@ def _mixed_after(
         sizes=_sizes(mixer),
     )
     return mixer.out_proj(mixed), h, projected
+
+
+def _mixed_in_8_bits(
+    mixer: Mamba2, projected: Tensor, u: Tensor | None, context: Mamba2Context
+) -> Tensor | None:
+    """Return the output by the operator that ends in 8-bit floats; None: the output projection has others."""
+    weight, bias = getattr(mixer.out_proj, "cached", None) or (None, None)
+    if not isinstance(weight, Float8Weight) or mixer.norm.groups > 1 or has_hooks(mixer.out_proj):
+        return None
+    return mamba2_float8(
+        projected,
+        u,
+        rows_BL=context.u_rows_BL,
+        conv_weight_CW=mixer.conv.weight,
+        conv_bias_C=mixer.conv.bias,
+        dt_bias_H=mixer.dt_bias,
+        A_log_H=mixer.A_log,
+        D_H=mixer.D,
+        norm_weight_I=mixer.norm.weight,
+        sizes=_sizes(mixer),
+        out_weight_DI=weight,
+        out_bias_D=bias,
+    )
 
 
 def _is_watched_or_strided(mixer: Mamba2) -> bool:

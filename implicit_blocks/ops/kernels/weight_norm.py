@@ -52,7 +52,8 @@ def normed_weights(
     All are computed together before the first iteration; weights with equal numbers in ``groups`` share a
     backward pass, so that gradients become available layer by layer. None: one group.
     """
-    normed, inverses = _computed(gains_R1, [v.detach().contiguous() for v in weights_RC], layouts)
+    whole = [v if v.is_contiguous() else v.detach().contiguous() for v in weights_RC]
+    normed, inverses = _computed(gains_R1, whole, layouts)
     members: dict[int, list[int]] = {}
     for place in range(len(normed)):
         members.setdefault(0 if groups is None else groups[place], []).append(place)

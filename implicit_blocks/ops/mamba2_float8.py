@@ -1,0 +1,112 @@
+"""Mamba2 from its input projection to its output, with the output projection in 8-bit floats.
+
+As ``mamba2_mix`` without gradients: the kernel of the gated norm writes 8-bit floats, which a separate kernel
+would read and write again.
+
+Shapes: B batch, L tokens, U projection width, D model width; the rest as in ``mamba2_mix``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.ops.backends import note, without_autocast
+from implicit_blocks.ops.float8 import Float8Weight, float8_product
+from implicit_blocks.ops.mamba2_mix import Mamba2Sizes, scanned
+
+__all__ = ["mamba2_float8"]
+
+
+def mamba2_float8(
+    projected_BLU: Tensor,
+    u: Tensor | None,
+    *,
+    rows_BL: Tensor | None,
+    conv_weight_CW: Tensor,
+    conv_bias_C: Tensor | None,
+    dt_bias_H: Tensor,
+    A_log_H: Tensor,
+    D_H: Tensor,
+    norm_weight_I: Tensor,
+    sizes: Mamba2Sizes,
+    out_weight_DI: Float8Weight,
+    out_bias_D: Tensor | None,
+) -> Tensor:
+    """Return the output of the mixer, (B, L, D). The norm has one group.
+
+    Args:
+        projected_BLU: the output of the input projection, in bfloat16 or float16.
+        u: the injection, added to it, (B, L, U), or (V, U) with ``rows_BL``; None: nothing.
+        rows_BL: int64, the row of ``u`` of each token; None: ``u`` has one row per token.
+        conv_weight_CW: taps, oldest first.
+        conv_bias_C: the bias of the convolution, or None.
+        dt_bias_H: added to the step sizes before softplus.
+        A_log_H: ``A = −exp(A_log)``.
+        D_H: the skip connection.
+        norm_weight_I: the weight of the gated norm.
+        sizes: the division of the projection.
+        out_weight_DI: the weight of the output projection.
+        out_bias_D: the bias of the output projection, or None.
+
+    """
+    note("mamba2 between its projections", "our Triton kernels")
+    if u is not None:
+        u = u.to(projected_BLU.dtype)
+        u = (u if rows_BL is not None else u.expand_as(projected_BLU)).contiguous()
+    out: Tensor = _mix(
+        projected_BLU.contiguous(),
+        u,
+        None if rows_BL is None else rows_BL.contiguous(),
+        conv_weight_CW,
+        conv_bias_C,
+        dt_bias_H,
+        A_log_H,
+        D_H,
+        norm_weight_I,
+        out_weight_DI.codes,
+        out_weight_DI.scales,
+        out_bias_D,
+        list(sizes[:5]),
+        sizes.norm_eps,
+    )
+    return out
+
+
+@torch.library.custom_op("implicit_blocks::mamba2_float8", mutates_args=())
+def _mix(
+    projected: Tensor,
+    u: Tensor | None,
+    rows: Tensor | None,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    norm_weight: Tensor,
+    out_codes: Tensor,
+    out_scales: Tensor,
+    out_bias: Tensor | None,
+    sizes: list[int],
+    eps: float,
+) -> Tensor:
+    from implicit_blocks.ops.kernels import mamba2_parts
+
+    n_heads, head_dim, n_groups, d_state, norm_groups = sizes
+    shape = Mamba2Sizes(n_heads, head_dim, n_groups, d_state, norm_groups, eps)
+    with without_autocast("cuda"):
+        added = mamba2_parts.Added(u, rows)
+        y, _ = scanned(projected, added, conv_weight, conv_bias, dt_bias, A_log, D, shape, False)
+        scales = torch.empty(*projected.shape[:2], 1, dtype=torch.float32, device=projected.device)
+        codes = mamba2_parts.gated_norm_forward(
+            y, projected, added, norm_weight, eps=eps, groups=norm_groups, scales_BL=scales
+        )
+        weight = Float8Weight(out_codes, out_scales, projected.dtype)
+        return float8_product(codes, scales, weight, out_bias)
+
+
+@_mix.register_fake
+def _(projected: Tensor, *others: object) -> Tensor:
+    out_codes = others[8]
+    assert isinstance(out_codes, Tensor)
+    return projected.new_empty(*projected.shape[:2], out_codes.shape[0])
