@@ -6,8 +6,9 @@
 The models are compiled and captured, as in ``gpu_training.py --compile --graphs``. One step is recorded by
 ``torch.profiler`` after the warm-up. A row contains the milliseconds and launches of the longest kernels
 (``kernels``) and of groups of kernels (``groups``), the time in which no kernel runs between the first and
-the last one (``idle_ms``), the longest of these gaps with their neighbors (``gaps``), and the median
-milliseconds of the parts of a step by CUDA events (``parts``).
+the last one (``idle_ms``), the longest of these gaps with their neighbors (``gaps``), the calls of the CUDA
+runtime by the host (``calls``: total milliseconds, number, longest), and the median milliseconds of the parts
+of a step by CUDA events (``parts``), with those until the host has launched each part (``host``).
 """
 
 from __future__ import annotations
@@ -97,26 +98,38 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": round(1000 * batch * length / milliseconds),
         "ms_per_step": round(milliseconds, 2),
         "ready_s": round(ready, 1),
-        "parts": parts(run, arguments.steps),
+        **parts(run, arguments.steps),
     }
     if torch.cuda.is_available():
         row["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 1)
     return row | profiled(run.step, arguments.rows)
 
 
-def parts(run: Steps, steps: int) -> dict[str, float]:
-    """Return the median milliseconds of the parts of a step, each waited for."""
-    times = defaultdict(list)
+def parts(run: Steps, steps: int) -> dict[str, dict[str, float]]:
+    """Return the median milliseconds of the parts of a step, each waited for, and since its beginning."""
+    times, host = defaultdict(list), defaultdict(list)
     found: dict[str, Any] = {
-        "forward and backward": run.forward_and_backward,
-        "clipping": lambda: torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0),
+        "forward": run.forward,
+        "backward": run.backward,
+        "clipping": lambda: torch.nn.utils.clip_grad_norm_(run.parameters, 1.0),
         "optimizer": run.optimizer.step,
     }
     for _ in range(steps):
         for name, part in found.items():
             times[name].append(1000 * seconds(part))
         run.optimizer.zero_grad()
-    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+    for _ in range(steps):
+        synchronize()
+        began = time.perf_counter()
+        for name, part in found.items():
+            part()
+            host[name].append(1000 * (time.perf_counter() - began))
+        run.optimizer.zero_grad()
+    kinds = (("parts", times), ("host", host))
+    return {
+        kind: {name: round(statistics.median(values), 2) for name, values in taken.items()}
+        for kind, taken in kinds
+    }
 
 
 def profiled(call: Any, count: int) -> dict[str, Any]:
@@ -129,7 +142,12 @@ def profiled(call: Any, count: int) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities) as profile:
         call()
         synchronize()
-    events = [e for e in profile.events() if e.device_type == DeviceType.CUDA]
+    everything = profile.events() or []
+    events = [e for e in everything if e.device_type == DeviceType.CUDA]
+    calls: dict[str, list[float]] = defaultdict(list)
+    for event in everything:
+        if event.device_type == DeviceType.CPU and event.name.startswith("cu"):
+            calls[event.name].append(event.time_range.elapsed_us() / 1000)
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
     total: dict[str, float] = defaultdict(float)
     launches: dict[str, int] = defaultdict(int)
@@ -152,6 +170,10 @@ def profiled(call: Any, count: int) -> dict[str, Any]:
         "idle_ms": round(idle / 1000, 2),
         "launches": len(spans),
         "groups": {name: round(took, 2) for name, took in sorted(groups.items(), key=lambda g: -g[1])},
+        "calls": {
+            name: [round(sum(times), 2), len(times), round(max(times), 2)]
+            for name, times in sorted(calls.items(), key=lambda call: -sum(call[1]))[:10]
+        },
         "kernels": [[round(total[n], 3), launches[n], n[:110]] for n in longest[:count]],
         "gaps": [[round(us, 1), a[:60], b[:60]] for us, a, b in sorted(gaps, reverse=True)[:12]],
     }

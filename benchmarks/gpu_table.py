@@ -114,9 +114,16 @@ def farther(mode: str) -> Callable[[list[Row]], float | None]:
 
 
 def trained(
-    work: str, program: str, text: str, *, target: int | None = None, stretch_target: int | None = None
+    work: str,
+    program: str,
+    text: str,
+    *,
+    target: int | None = None,
+    stretch_target: int | None = None,
+    search_dtype: str | None = None,
 ) -> Figure:
-    read, share = (of(key, work=work) for key in ("tokens_per_second", "share_of_card"))
+    keys = ("tokens_per_second", "share_of_card")
+    read, share = (of(key, work=work, search_dtype=search_dtype) for key in keys)
     published = WORKS[work].tokens_per_second
     return Figure(text, program, read, "tokens/s", published, target, stretch_target, share=share)
 
@@ -148,6 +155,14 @@ FIGURES = [
             target=15_500, stretch_target=21_000),
     trained("mamba2_130m_bounded", "mamba2_130m", "mamba2 130M (4+1), 8 x 2048",
             target=110_000, stretch_target=160_000),
+    *(
+        trained(f"{model}_bounded", model, f"{text} (4+1), searches in 8-bit floats",
+                target=target, stretch_target=stretch_target, search_dtype="float8_e4m3fn")
+        for model, text, target, stretch_target in (
+            ("llama_1.3b", "llama 1.3B", 27_500, 31_000), ("llama_130m", "llama 130M", 215_000, 240_000),
+            ("mamba2_1.3b", "mamba2 1.3B", 20_500, 22_500), ("mamba2_130m", "mamba2 130M", 145_000, 160_000),
+        )
+    ),
     trained("llama_130m_free", "llama_130m", "llama 130M (32+4) at 13 iterations, 8 x 2048"),
     Figure("FLOP/s of the free phase relative to (4+1), llama 130M", "llama_130m",
            of_bounded("llama_130m"), "times", None, 0.9),
