@@ -56,7 +56,7 @@ def test_symmetric_variants_of_a_maze_have_the_solutions_of_their_labels():
 
 def test_mazes_of_another_size_are_solved_in_symmetric_variants(tmp_path):
     small = ["model.d_model=8", "phases=[]", "data.side=4", "data.shortest_path=0", "data.held_out=2"]
-    steps = ["model.depth.loops=2", "training.max_steps=1", "training.batch_size=2", "evaluation.sequences=2"]
+    steps = ["model.depth.high=57", "training.max_steps=1", "training.batch_size=2", "evaluation.sequences=2"]
     run, folder = tmp_path / "run", tmp_path / "out"
     assert train(["--spec", "maze_30x30", *small, *steps, "--device", "cpu", "--output", str(run)]) == 0
     command = ["puzzles", "--checkpoint", str(run), "--iterations", "3", "--boards", "2", "--device", "cpu"]
