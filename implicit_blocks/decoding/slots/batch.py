@@ -3,7 +3,7 @@
 All tensors have fixed addresses and no value is read from the device, so that on a GPU each procedure is
 captured as a graph, one for each number of slots.
 
-Shape legend: S slots, R of them in a procedure, D model width, U injection width, V vocabulary.
+Shape legend: S slots, R of them in a procedure, B prompts, D model width, U injection width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -317,14 +317,16 @@ def commit_prompts(batch: SlotBatch, slots: Sequence[int], encoded: Encoded, *, 
         index = torch.full((1,), row, device=batch.device)
         for block, states, layer in zip(blocks, every, encoded.state.layers, strict=True):
             states.commit(slot, layer if len(slots) == 1 else block.mixer.select_rows(layer, index))
-        batch.lengths_S[slot] = length
-        batch.busy_S[slot] = True
-        ends.pending_S[slot] = False
-        ends.hidden_SD[slot] = encoded.hidden_BLD[row, -1]
-        if encoded.solution is not None:
-            ends.core_SC[slot] = encoded.solution.z[row, -1]
-            for name, value in _of_last_token(encoded.solution, row).items():
-                getattr(batch.search, name)[slot] = value
+    slots_B = torch.tensor(slots, device=batch.device)  # all at once: a launch for each of 256 takes a while
+    batch.lengths_S.index_fill_(0, slots_B, length)
+    batch.busy_S.index_fill_(0, slots_B, True)
+    ends.pending_S.index_fill_(0, slots_B, False)
+    ends.hidden_SD[slots_B] = encoded.hidden_BLD[:, -1].to(ends.hidden_SD.dtype)
+    if encoded.solution is not None:
+        ends.core_SC[slots_B] = encoded.solution.z[:, -1].to(ends.core_SC.dtype)
+        for name, value_B in _of_last_tokens(encoded.solution).items():
+            kept_S = getattr(batch.search, name)
+            kept_S[slots_B] = value_B.to(kept_S.dtype)
 
 
 def _slot_map(
@@ -411,12 +413,12 @@ def slot_search_config(
     return solver, stopping, exit_of_points(model, options)
 
 
-def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:
-    """Return iterations, residual and converged of a row's last token, or of the row."""
+def _of_last_tokens(solution: Solution) -> dict[str, Tensor]:
+    """Return iterations, residual and converged of each row's last token, or of the row, each (B,)."""
     names = ("iterations", "residual", "converged")
     if solution.token_iterations is None:
-        return {name: getattr(solution, name)[row] for name in names}
-    return {name: getattr(solution, f"token_{name}")[row, -1] for name in names}
+        return {name: getattr(solution, name) for name in names}
+    return {name: getattr(solution, f"token_{name}")[:, -1] for name in names}
 
 
 def encode_window(
