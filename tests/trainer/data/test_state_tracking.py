@@ -10,7 +10,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.specs import SpecError
-from trainer.data.generated import Draws
+from trainer.data.generated import BLOCK, Draws
 from trainer.data.source import IGNORED
 from trainer.data.state_tracking import TASKS
 from trainer.specs.generated import SIZES, StateTrackingSpec
@@ -170,3 +170,31 @@ def test_lengths_without_scored_tokens_are_refused(name, length, least):
     source = ib.build(StateTrackingSpec(name=name, seq_len=least))
     with pytest.raises(ValueError, match=rf"evaluation.lengths is \[64, {length}\].*at least {least}"):
         source.evaluation_sets(EvaluationSpec(lengths=(64, length)))
+
+
+def deep_labels(name: str, length: int, more_than: int) -> float:
+    """Return the share of labels whose element has been below ``more_than`` elements or more."""
+    size = SIZES[name].default
+    rows, index = np.arange(BLOCK), np.arange(length + 1)
+    deep = 0
+    blocks = 16
+    for block in range(blocks):
+        tokens, _ = TASKS[name](Draws((block, 7), 0), length, size)
+        covered = np.full((BLOCK, length + 1), -1)  # most elements above an element so far, by its place
+        top = np.zeros(BLOCK, dtype=np.int64)
+        for column in range(length):
+            pushes = tokens[:, column] < 2
+            top = np.where(pushes, top + 1, np.maximum(top - 1, 0))
+            covered[index > top[:, None]] = -1
+            covered[rows[pushes], top[pushes]] = 0
+            covered = np.where(index <= top[:, None], np.maximum(covered, top[:, None] - index), covered)
+            deep += int(((top > 0) & (covered[rows, top] >= more_than)).sum())
+    return deep / (blocks * BLOCK * length)
+
+
+@pytest.mark.parametrize("name", ["dyck", "stack"])
+def test_deep_labels_are_rare_in_training_and_not_at_four_times_the_length(name: str) -> None:
+    assert deep_labels(name, 16, 6) < 0.0005
+    assert 0.014 < deep_labels(name, 64, 6) < 0.020
+    assert deep_labels(name, 32, 7) < 0.0015
+    assert 0.009 < deep_labels(name, 128, 7) < 0.030
