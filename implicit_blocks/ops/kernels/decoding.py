@@ -72,9 +72,19 @@ class RowTiles(NamedTuple):
     warps: int = 4
 
 
-def row_tiles(width: int, *, gate: bool) -> RowTiles:
-    """Return the tiles of a product with inputs of this width; ``gate`` for two matrices."""
-    # Measured at 1.3 B parameters on an H100, in whole calls (benchmarks/NOTES.md).
+def row_tiles(width: int, *, gate: bool, mamba2: bool) -> RowTiles:
+    """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
+
+    Args:
+        width: of the inputs.
+        gate: for two matrices.
+        mamba2: with a convolution of the result.
+
+    """
+    if mamba2:
+        return RowTiles(4, min(2048, triton.next_power_of_2(width)))
+    if 2048 < width <= 4096:
+        return RowTiles(8, 1024, 8)
     return RowTiles(4 if gate else 8, min(1024, triton.next_power_of_2(width)))
 
 
@@ -119,7 +129,7 @@ def linear_rows(
     rows, width = x_RK.shape
     outputs = weight_MK.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x_RK.device)
-    tiles = row_tiles(width, gate=gate_MK is not None)
+    tiles = row_tiles(width, gate=gate_MK is not None, mamba2=mamba2 is not None)
     with on_device(x_RK.device):
         _linear_rows[(rows, triton.cdiv(outputs, tiles.outputs))](
             x_RK,

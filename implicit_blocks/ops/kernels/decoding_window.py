@@ -73,22 +73,23 @@ class Tiles(NamedTuple):
     units: bool = True
 
 
-def tiles_of(width: int, *, wide: bool, gate: bool, codes: bool) -> Tiles:
-    """Return the tiles of a product.
+def tiles_of(width: int, *, wide: bool, gate: bool, codes: bool, conv: bool) -> Tiles:
+    """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
 
     Args:
         width: of the inputs.
         wide: for operands of more than 16 bits.
         gate: for two matrices.
         codes: for weights in 8 bits.
+        conv: with a convolution of the result.
 
     """
     block = max(16, min(64, triton.next_power_of_2(triton.cdiv(width, 4))))
     if wide:
         return Tiles(inputs=block, stages=2)
     if codes:
-        return Tiles(inputs=128 if width >= 512 else block, stages=2)
-    return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=0)
+        return Tiles(inputs=128 if width >= 512 else block, stages=2 if width <= 2048 else 3)
+    return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=2 if conv else 0)
 
 
 def linear_window(
@@ -139,7 +140,9 @@ def linear_window(
     outputs, device = weight_MK.shape[0], x.value_TK.device
     half = x.value_TK.dtype.itemsize <= 2
     codes = weight_MK.dtype.itemsize == 1
-    chosen = tiles or tiles_of(width, wide=not half, gate=gate_MK is not None, codes=codes)
+    chosen = tiles or tiles_of(
+        width, wide=not half, gate=gate_MK is not None, codes=codes, conv=conv is not None
+    )
     fewest = COLUMNS[0] if chosen.units else 1
     columns = min(max(triton.next_power_of_2(tokens), fewest), COLUMNS[1])
     together = columns // length * length  # whole windows
@@ -200,7 +203,7 @@ def linear_window(
             UNITS=chosen.units,
             AHEAD=min(chosen.ahead, triton.cdiv(width, chosen.parts * chosen.inputs)),
             TRIGGER=max(chosen.trigger, int(late)),
-            **overlapping(device),
+            **({"PDL": False} if codes else overlapping(device)),  # 8 bits: slower
             num_warps=chosen.warps,
         )
     if next_norm_M is None:
