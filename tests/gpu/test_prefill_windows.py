@@ -85,6 +85,25 @@ def test_attention_in_pieces_equals_attention_with_a_mask(kv_heads, length, keys
     assert relative(found, expected) < 5e-3
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("room", [None, 600], ids=["grows", "reserved"])
+def test_windows_of_attention_equal_the_whole_sequence(room):
+    model = built("attention")
+    ids = torch.randint(61, (2, 512), device="cuda")
+    values = []
+    for lengths in ([512], [256, 256], [300, 212], [511, 1]):
+        state = model.initial_state(2, max_seq_len=room)  # in float32, beside queries in bfloat16
+        outputs = []
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            for part in ids.split(lengths, dim=1):
+                found = model(part, state=state, return_state=True, max_iterations=30, tolerance=1e-3)
+                state = found.state
+                outputs.append(found.logits)
+        values.append(torch.cat(outputs, 1))
+    for value in values[1:]:
+        assert relative(value, values[0]) < 0.05
+
+
 @pytest.mark.parametrize("name", MIXERS)
 def test_chunks_of_a_prompt_equal_the_whole_prompt(name):
     model = built(name)
