@@ -85,7 +85,7 @@ def measure(model: Any, arguments: argparse.Namespace) -> dict[str, Any]:
         for _ in decoder.run():
             pass
 
-    prompt(2 * arguments.chunk)
+    prompt(min(3 * arguments.chunk, arguments.tokens))  # attention to one and to two chunks before
     begin = time.perf_counter()
     prompt(arguments.tokens)
     synchronize(on_gpu)
