@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from trainer.estimate.memory import estimate_memory
 from trainer.reporting.metrics import read_metrics
 from trainer.run import parts
 from trainer.run.build import build
@@ -27,6 +28,17 @@ def test_searches_in_8_bit_floats_end_at_the_same_fixed_points(small: Small, tmp
     for row, other in zip(plain, quantized, strict=True):
         assert other["loss"] == pytest.approx(row["loss"], rel=1e-4)
         assert other["residual"] <= 1e-6
+
+
+def test_the_estimate_of_memory_has_a_byte_per_weight(small: Small) -> None:
+    plain, quantized = (
+        estimate_memory(spec, spec.phase_specs()[0])
+        for spec in (small(), small({"training.search_dtype": "float8_e4m3fn"}))
+    )
+    assert plain is not None
+    assert quantized is not None
+    assert 0 < quantized.quantized < plain.weights // 4
+    assert quantized.total == plain.total + quantized.quantized
 
 
 def test_models_and_layouts_that_lack_it_are_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class Memory:
 
     ``gathered`` is the temporary full-model memory of a sharded layout, besides its own share; ``graphs``
     that of captured CUDA graphs: weights, their gradients, points; ``average`` the moving average of the
-    weights.
+    weights; ``quantized`` the weights of searches in 8-bit floats.
     """
 
     weights: int
@@ -52,6 +52,7 @@ class Memory:
     average: int = 0
     gathered: int = 0
     graphs: int = 0
+    quantized: int = 0
     activations: int
     logits: int
 
@@ -105,6 +106,7 @@ def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | 
         average=0 if training.ema is None else round(share),
         gathered=_gathered(spec, resolved, counts, saved=saved),
         graphs=0 if resolved.shards > 1 else _graphs(phase, model, counts, tokens=tokens, width=width),
+        quantized=0 if training.search_dtype is None else counts.layers or 0,
         activations=round(tokens * _stored_per_token(phase, model, width, resolved)),
         logits=_FLOAT32 * _logits(model, tokens),
     )
