@@ -260,6 +260,43 @@ def test_reasoning_table_of_sudoku_of_order_9() -> None:
     assert found["evaluation"]["sequence_accuracy"] == pytest.approx(alone, abs=1e-6)
 
 
+def mazes(run: Any, side: int, shortest: int, most: int) -> list[Any]:
+    """Return the measurements of mazes of this size, with at most this number of iterations."""
+    wanted = {
+        "side": side,
+        "shortest": shortest,
+        "max_iterations": most,
+        "precision": "float32",
+        "damping": 1,
+    }
+    return [row for row in run["rows"] if wanted.items() <= row.items()]
+
+
+def test_reasoning_tables_of_mazes() -> None:
+    runs = results("maze_30x30")["runs"]
+    expected = []
+    for run in runs:
+        for side, shortest, most in ((30, 60, 512), (30, 100, 512), (40, 120, 1024)):
+            for row in mazes(run, side, shortest, most):
+                if "8" in row["solved"]:
+                    shares = [row["converged"], *row["solved"].values(), row["any"]]
+                    size = f"{side} x {side}, {shortest} steps or more"
+                    means = [f"{row[name]:.0f}" for name in ("length", "iterations")]
+                    expected.append([run["name"], size, str(row["boards"]), *means, *map(percent, shares)])
+    assert table("reasoning", "run | mazes") == expected
+    curve = table("reasoning", "at most | iterations (mean) | converged | one start | surest of 8")
+    for most, iterations, converged, one, *eight in curve:
+        found = mazes(runs[0], 30, 60, int(most))
+        assert [iterations, converged, one] == [
+            f"{found[0]['iterations']:.0f}",
+            percent(found[0]["converged"]),
+            percent(found[0]["solved"]["1"]),
+        ]
+        assert eight == [percent(row["solved"]["8"]) for row in found if "8" in row["solved"]] or eight == [
+            ""
+        ]
+
+
 def test_word_problems_table_of_explicit_models() -> None:
     """Each row is a chain of three recipes in one run of the benchmark."""
     chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
