@@ -1,4 +1,4 @@
-"""Tables of the comparison with half a token of text per parameter, both optimizers: docs/equal_compute.md.
+"""Tables of the comparison with Muon, averaged weights and late loops: docs/equal_compute.md.
 
     python benchmarks/equal_compute_half.py
 
@@ -30,6 +30,7 @@ FILES = {
     "once": "equal_compute_once_late",
 }
 """Result files by part of the comparison."""
+FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = (
     "model", "width", "parameters", "optimizer", "learning rate", "weight decay", "share", "PFLOP", "choice",
@@ -122,37 +123,31 @@ def _difference(ours: Recipe, our_runs: Runs, theirs: Recipe, their_runs: Runs) 
     )
 
 
+def last_weights(runs: Runs, side: str, *, optimizer: str = "adamw") -> list[float]:
+    """Return the perplexities of the last weights on the reported books, of all seeds, in their order."""
+    return [
+        run["weights"]["last"]["report"]
+        for run in sorted(runs, key=lambda run: run["recipe"]["seed"])
+        if run["side"] == side and recipe_of(run).optimizer == optimizer
+    ]
+
+
 def averages_table(runs: Runs) -> str:
-    """Return what averaged weights change on the reported books, by side and optimizer."""
-    head = ("side", "optimizer", "runs", "averaged chosen", "change of the perplexity: median, range")
-    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    """Return what averaged weights change on the reported books, by family, text, side and optimizer."""
+    head = ("family", "text seen", "side", "optimizer", "runs", "averaged chosen", "median", "range")
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for run in runs:
         if "averaged" in run["weights"]:
-            key = (run["side"], OPTIMIZERS[recipe_of(run).optimizer])
+            recipe = recipe_of(run)
+            often = "once" if run["epochs"] <= 1 else "several times"
+            key = (FAMILIES[recipe.family], often, recipe.side, OPTIMIZERS[recipe.optimizer])
             groups.setdefault(key, []).append(run["weights"])
     lines: list[tuple[str, ...]] = [head]
-    for (side, optimizer), weights in sorted(groups.items()):
+    for group, weights in sorted(groups.items()):
         better = sum(one["averaged"]["choice"] < one["last"]["choice"] for one in weights)
         changes = sorted(one["averaged"]["report"] / one["last"]["report"] - 1 for one in weights)
-        ends = f"{changes[0]:+.2%} to {changes[-1]:+.2%}"
-        cells = (side, optimizer, f"{len(weights)}", f"{better}")
-        lines.append((*cells, f"{statistics.median(changes):+.2%}, {ends}"))
-    return markdown(lines)
-
-
-def lengths_table(runs: Runs) -> str:
-    """Return perplexities at 8 times the training length over those of the same text at that length."""
-    head = ("model", "width", "optimizer", "seeds", "as trained", "linear", "llama3")
-    lines: list[tuple[str, ...]] = [head]
-    for recipe, rows in by_recipe([run for run in reported(runs) if run["lengths_scaled"]]).items():
-        ratios = []
-        for run in rows:
-            long, cut = (row["perplexity"] for row in run["lengths"])
-            scaled = {row["scaling"]: row["perplexity"] for row in run["lengths_scaled"]}
-            ratios.append([one / cut for one in (long, scaled["linear"], scaled["llama3"])])
-        means = [f"{statistics.fmean(column):.2f}" for column in zip(*ratios, strict=True)]
-        cells = (model_of(recipe), f"{recipe.width}", OPTIMIZERS[recipe.optimizer], f"{len(rows)}")
-        lines.append((*cells, *means))
+        ends = _range([f"{change:+.1%}" for change in changes])
+        lines.append((*group, f"{len(weights)}", f"{better}", f"{statistics.median(changes):+.1%}", ends))
     return markdown(lines)
 
 
@@ -184,9 +179,8 @@ def tables() -> Iterator[tuple[str, str]]:
         yield f"{part}: the choice", recipes_table(choosing(runs))
         if reported(runs):
             yield f"{part}: reported seeds", recipes_table(reported(runs))
+        if {run["side"] for run in reported(runs)} == {"implicit", "explicit"}:
             yield f"{part}: differences", differences_table(runs)
-        if part == "5 M" and any(run["lengths_scaled"] for run in reported(runs)):
-            yield f"{part}: longer text", lengths_table(runs)
     everything = [run for part in FILES for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)

@@ -195,6 +195,88 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_inference.py"))
 
 
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the program that makes the tables with half a token of text per parameter."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_half.py"))
+
+
+def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dict[str, Any]) -> None:
+    found = dict(half["tables"]())
+    assert {"averaged weights", "5 M: the choice", "once: differences", "mamba2: differences"} <= found.keys()
+    for title, text in found.items():
+        assert " ".join(text.split()) in PAGE, title
+
+
+def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:
+    runs = half["read"]("mamba2")
+    ours, theirs = (half["last_weights"](runs, side) for side in ("implicit", "explicit"))
+    assert max(ours) < min(theirs)
+    left, right = (f"({min(side):.1f} to {max(side):.1f})" for side in (ours, theirs))
+    assert f"{left} than all explicit ones {right}" in PAGE
+    by_side = {run["side"]: [] for run in runs}
+    for run in half["reported"](runs):
+        by_side[run["side"]].append(run)
+    found = SEEDS["difference_of_runs"](by_side["implicit"], by_side["explicit"])
+    assert found["interval"][0] < 0 < found["interval"][1]
+    assert f"by {percent(found['difference'], sign=False)} % on average, which is not significant" in PAGE
+    muon = {
+        (run["side"], run["recipe"]["optimizer"]): run["report"]
+        for run in half["choosing"](runs)
+    }  # fmt: skip
+    worse = muon["implicit", "muon"] / muon["implicit", "adamw"] - 1
+    assert f"is {percent(worse, 0, sign=False)} % worse for the implicit one" in PAGE
+
+
+def test_the_choices_with_muon(half: dict[str, Any]) -> None:
+    found = {(run["side"], run["parameters"]): run["report"] for run in half["choosing"](half["read"]("5 M"))}
+    behind = [found["implicit", size] / found["explicit", size] - 1 for size in (5311232, 8525056)]
+    small, large = (percent(value, sign=False) for value in behind)
+    assert f"the implicit models are {small} % (5.3 M parameters) and {large} % (8.5 M) behind" in PAGE
+
+
+def test_text_seen_once_with_late_loops(half: dict[str, Any]) -> None:
+    runs = half["read"]("once")
+    best: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for run in half["choosing"](runs):
+        key = (run["side"], run["recipe"]["loops"], run["recipe"]["optimizer"])
+        if key not in best or run["choice"] < best[key]["choice"]:
+            best[key] = run
+    four, two = best["explicit", 0, "adamw"], best["implicit", 2, "adamw"]
+    above = percent(two["report"] / four["report"] - 1, sign=False)
+    assert f"one seed of the implicit model is {above} % above the explicit one" in PAGE
+    assert f"FLOPs for {percent(two['tokens'] / four['tokens'], 0, sign=False)} % of the text" in PAGE
+    lower = percent(1 - best["explicit", 0, "muon"]["report"] / four["report"], 0, sign=False)
+    assert f"every perplexity is lower, by {lower} % for the explicit model" in PAGE
+    more = best["implicit", 4, "adamw"]
+    assert more["converged"] > 0.9995
+    above = percent(more["report"] / four["report"] - 1, sign=False)
+    assert f"at a perplexity {above} % above that of the explicit model" in PAGE
+
+
+def test_the_residual_shape_solves_s3_with_damping_in_training() -> None:
+    path = ROOT / "benchmarks" / "results" / "demo_residual.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+
+    def ends(rows: list[Any], p: float, key: str = "accuracy_last") -> tuple[str, str]:
+        found = [
+            row[key]
+            for one in rows
+            for row in one["implicit"]["evaluation"]
+            if (row["identity_probability"], row["length"]) == (p, 128)
+        ]
+        assert len(found) == 3
+        return percent(min(found), sign=False), percent(max(found), sign=False)
+
+    half, none = (ends(stored["rows"], p) for p in (0.5, 0.0))
+    assert f"reach {half[0]} to {half[1]} % (p = 0.5) and {none[0]} to {none[1]} % (p = 0)" in PAGE
+    lost = [100 - float(value) for value in ends(stored["rows"], 0.0, "non_converged")]
+    assert f"where {lost[1]:.1f} to {lost[0]:.1f} % of the sequences with p = 0 converge" in PAGE
+    half, none = (ends(stored["undamped"], p) for p in (0.5, 0.0))
+    assert f"the lowest of three seeds has {half[0]} and {none[0]} %" in PAGE
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 def test_the_tables_of_inference_are_those_of_the_result_file(family: str, inference: dict[str, Any]) -> None:
     path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
