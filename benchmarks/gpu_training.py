@@ -156,6 +156,7 @@ def measured(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any
             model.quantize_search(getattr(torch, dtype))
         row = {"work": name, "search_dtype": None if dtype == "none" else dtype}
         yield row | measure(run, work, arguments, began=began, breaks=breaks)
+        run.optimizer.zero_grad()  # those of the step whose synchronizations were counted
         began, breaks = time.perf_counter(), graph_breaks()
 
 
