@@ -25,7 +25,9 @@ RECIPES = [
     Recipe(**SMALL, family="llama", layers=(1, 1, 1), loops=3, average=0.9),
     Recipe(**SMALL, family="llama", layers=(1, 1, 1), loops=3, gradient_loops=2, loops_from=0.5),
     Recipe(**SMALL, family="mamba2", layers=(1, 1, 1), loops=2),
-    Recipe(**SMALL, family="llama", layers=(1, 1, 1), loops=3, end_loops=4, residual_weight=1.0),
+    Recipe(
+        **SMALL, family="llama", layers=(1, 1, 1), loops=3, end_loops=4, end_from=0.5, residual_weight=1.0
+    ),
     Recipe(**SMALL, family="llama", layers=(1, 1, 1), loops=3, optimizer="muon", average=0.9),
 ]
 
