@@ -125,8 +125,9 @@ def test_invalid_combinations_are_refused_before_training(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_documented_table_is_that_of_the_results(program: Any) -> None:
-    results = json.loads((REPOSITORY / "benchmarks/results/state_tracking_laptop.json").read_text())
+@pytest.mark.parametrize("name", ["state_tracking_laptop", "state_tracking_small"])
+def test_the_documented_table_is_that_of_the_results(program: Any, name: str) -> None:
+    results = json.loads((REPOSITORY / f"benchmarks/results/{name}.json").read_text())
     assert program.table(results["rows"]) in (REPOSITORY / "docs/reasoning.md").read_text()
 
 
