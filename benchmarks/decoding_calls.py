@@ -80,10 +80,18 @@ def models(arguments: argparse.Namespace) -> list[tuple[str, Any, Path | None]]:
         return found
     torch.manual_seed(0)
     mixers = {"attention": ib.AttentionSpec(n_heads=4), "mamba2": ib.Mamba2Spec(d_state=16, head_dim=16)}
-    return [
-        (name, ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, mixer=mixer)).eval(), None)
-        for name, mixer in mixers.items()
-    ]
+    return [(name, contracting(mixer), None) for name, mixer in mixers.items()]
+
+
+@torch.no_grad()
+def contracting(mixer: Any) -> Any:
+    """Return a small model with random weights, scaled so that its searches converge to different tokens."""
+    model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, mixer=mixer)).eval()
+    model.embedding.weight.mul_(20)
+    for block in model.backbone.blocks():
+        block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
+        block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+    return model
 
 
 def run_of(folder: Path) -> Any:

@@ -53,7 +53,7 @@ def main() -> None:
                 print(f"  {overlapping}:")
                 for each in kernels:
                     print("    " + "  ".join(f"{value}" for value in each.values()), flush=True)
-            write(arguments.output, {"machine": machine(), "copy_tb_s": speed, "rows": rows})
+            write(arguments.output, {"machine": machine(), "copy_bytes_per_s": speed, "rows": rows})
             gc.collect()
         del model
         gc.collect()

@@ -1,7 +1,7 @@
 """Texts decoded with several tokens in flight beside those of sequential decoding, for many prompts.
 
     python benchmarks/equal_texts.py runs/books_5m runs/books_5m_mamba2 --device cuda
-    python benchmarks/equal_texts.py --tiny --prompts 20    # random weights: check that it runs
+    python benchmarks/equal_texts.py --tiny --context 16 --tokens 16 --rows 250 250     # random weights
 
 ``--prompts`` consecutive parts of the validation tokens are continued by ``--tokens`` tokens, greedily and at
 temperature 1, one token after the other and with ``--in-flight`` tokens, with the same tolerance; in float32.
