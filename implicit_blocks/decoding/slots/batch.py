@@ -162,24 +162,9 @@ class SlotBatch:
             state = SequenceState(1, 0, self.lengths_S.new_zeros(1), layers)
         else:
             state = self.model.initial_state(batch, max_seq_len=length)
-        encoded = self._encode(ids_BL, state, options, window_length=window_length)
+        encoded = _encode(self, ids_BL, state, options, window_length=window_length)
         commit_prompts(self, slots, encoded, length=length)
         return encoded.solution
-
-    def _encode(
-        self, ids_BL: Tensor, state: SequenceState, options: SearchOptions, *, window_length: int | None
-    ) -> Encoded:
-        with self.precision():
-            encoded: Encoded = self.model.encode(
-                self.model.embedding(ids_BL),
-                ids_BL=needed_ids(self.model, ids_BL),
-                state=state,
-                return_state=True,
-                window_length=window_length,
-                search=options,
-                weights=self.weights,
-            )
-        return encoded
 
     def leave(self, slot: int) -> None:
         """Free a slot."""
@@ -435,7 +420,7 @@ def encode_window(
     ``commit_prompts`` stores the last part in the slot.
     """
     options = _limited(batch, [slot], tolerance, max_iterations)
-    return batch._encode(ids_1L, state, options, window_length=None)
+    return _encode(batch, ids_1L, state, options, window_length=None)
 
 
 def report_searches(batch: SlotBatch, size: int) -> None:
@@ -450,3 +435,24 @@ def report_searches(batch: SlotBatch, size: int) -> None:
     )
     for place, value in zip(places.report_4R, reported, strict=True):
         place.copy_(value)
+
+
+def _encode(
+    batch: SlotBatch,
+    ids_BL: Tensor,
+    state: SequenceState,
+    options: SearchOptions,
+    *,
+    window_length: int | None,
+) -> Encoded:
+    with batch.precision():
+        encoded: Encoded = batch.model.encode(
+            batch.model.embedding(ids_BL),
+            ids_BL=needed_ids(batch.model, ids_BL),
+            state=state,
+            return_state=True,
+            window_length=window_length,
+            search=options,
+            weights=batch.weights,
+        )
+    return encoded
