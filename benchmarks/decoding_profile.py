@@ -110,8 +110,8 @@ def call_of(model: Any, kind: str, arguments: argparse.Namespace) -> Callable[[]
     if decoder.wavefront is not None:
         wavefront = decoder.wavefront
         assert wavefront.whole is not None or arguments.device == "cpu"
-        results, each = wavefront.results(1), wavefront.whole or wavefront
-        run = each.call if wavefront.whole is not None else wavefront._call
+        results, whole = wavefront.results(1), wavefront.whole
+        run = wavefront._call if whole is None else whole.call
         return lambda: in_precision(decoder, lambda: run(rows_R, results))
     if decoder.quantized is not None:
         quantized = decoder.quantized

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def main() -> None:
     parser.add_argument("--output", default="equal_texts", help="name in benchmarks/results, or a path")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, model, data in models(arguments):
         prompts = tokens_of(data, model.spec.vocab_size, arguments)
         for temperature in (0.0, 1.0):
@@ -63,7 +62,8 @@ def measure(
     model: Any, prompts: list[list[int]], temperature: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     seeds = list(range(len(prompts)))
-    texts, found = [], {}
+    found: dict[str, Any] = {}
+    texts: list[list[list[NewToken]]] = []
     for in_flight, rows in zip((1, arguments.in_flight), arguments.rows, strict=True):
         decoder = decoder_of(model, rows, in_flight, arguments.tolerance, arguments)
         start = time.perf_counter()
@@ -74,13 +74,14 @@ def measure(
             found["kernels"] = decoder.wavefront.whole is not None
             found["tokens_in_flight"] = round(decoder.statistics.tokens_in_flight, 2)
             found["restarts"] = decoder.statistics.restarts
-    equal, parted = compare(*texts, temperature)
+    olds, news = texts
+    equal, parted = compare(olds, news, temperature)
     exact = tight(model, prompts, [each["text"] for each in parted], temperature, arguments)
     for each, text in zip(parted, exact, strict=True):
         each["near_tie"] = each["margin"] < arguments.tie
         before = [new for made in texts for new in made[each["text"]][1 : each["token"] + 1]]
         each["converged"] = all(new.converged for new in before)
-        each["right"] = right(each["text"], each["token"], *texts, text)
+        each["right"] = right(each["text"], each["token"], olds, news, text)
     ties = sum(each["near_tie"] for each in parted)
     unconverged = [sum(not new.converged for text in each for new in text[1:]) for each in texts]
     return found | {"equal": equal, "near_ties": ties, "unconverged": unconverged, "parted": parted}
@@ -103,7 +104,7 @@ def decoder_of(
 def tight(
     model: Any,
     prompts: list[list[int]],
-    numbers: Sequence[int],
+    numbers: list[int],
     temperature: float,
     arguments: argparse.Namespace,
 ) -> list[list[NewToken]]:
