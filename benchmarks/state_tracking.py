@@ -50,7 +50,7 @@ MOST_LAYERS = 8
 def mixer_of(model: str, width: int) -> dict[str, Any]:
     """Return the mixer of an explicit model, or of an implicit one other than that of the spec."""
     heads = max(1, width // 32)
-    rwkv7 = {
+    rwkv7: dict[str, Any] = {
         "kind": "rwkv7", "n_heads": heads, "head_dim": 32, "decay_rank": 16, "rate_rank": 16,
         "gate_rank": 32, "negative_eigenvalues": True,
     }  # fmt: skip
@@ -63,7 +63,7 @@ def mixer_of(model: str, width: int) -> dict[str, Any]:
         "dt_max": 0.5,
         "a_max": 4,
     }
-    return {
+    mixers: dict[str, dict[str, Any]] = {
         "mamba2": {"kind": "mamba2", "d_state": 64, "expand": 2, "head_dim": 32},
         "attention": {"kind": "attention", "n_heads": heads},
         "gated-deltanet": {
@@ -72,7 +72,8 @@ def mixer_of(model: str, width: int) -> dict[str, Any]:
         },
         "rwkv7": rwkv7,
         "hybrid": {"kind": "hybrid", "mixers": [fast, rwkv7]},
-    }[model]  # fmt: skip
+    }  # fmt: skip
+    return mixers[model]
 
 
 def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: list[str]) -> RunSpec:
