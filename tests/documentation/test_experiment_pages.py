@@ -15,31 +15,12 @@ from typing import Any
 import pytest
 
 from implicit_blocks.specs import load_spec
+from tests.documentation.tables import percent, results, table
 from trainer.experiments.word_problem.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 OURS = ("trainer", "trainer.experiments")
-
-
-def results(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def table(page: str, beginning: str) -> list[list[str]]:
-    """Return the cells of the table of a page whose header begins with this text, without emphasis."""
-    lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {beginning}"))
-    rows = []
-    for line in lines[first + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip().replace("**", "") for cell in line.strip("|").split("|")])
-    return rows
-
-
-def percent(*shares: float, digits: int = 1) -> str:
-    return ", ".join(f"{100 * share:.{digits}f}" for share in shares) + " %"
 
 
 # -------------------------------------------------------------------------------- commands
@@ -238,62 +219,6 @@ def test_word_problems_table_of_s5_at_length_128() -> None:
             percent(accuracy),
             percent(non_converged, digits=0),
             *(percent(tests[0.5, length]["accuracy_last"]) if tests else "" for length in (512, 128)),
-        ]
-
-
-def test_reasoning_table_of_sudoku_of_order_9() -> None:
-    found = results("sudoku_9x9")
-    shown = table("reasoning", "at most | iterations (mean)")
-    for row, cells in zip(found["restarts"]["rows"], shown, strict=True):
-        assert cells == [
-            str(row["max_iterations"]),
-            f"{row['mean_iterations']:.0f}",
-            percent(row["converged"]),
-            *(percent(share) for share in row["solved"].values()),
-            percent(row["solved_by_residual"]["8"]),
-            percent(row["solved_by_any"]),
-        ]
-    (more,) = found["more_restarts"]["rows"]
-    (shares,) = table("reasoning", "surest of | 1")
-    assert shares == ["boards solved", *(percent(share) for share in more["solved"].values())]
-    alone = found["restarts"]["rows"][-1]["solved"]["1"]
-    assert found["evaluation"]["sequence_accuracy"] == pytest.approx(alone, abs=1e-6)
-
-
-def mazes(run: Any, side: int, shortest: int, most: int) -> list[Any]:
-    """Return the measurements of mazes of this size, with at most this number of iterations."""
-    wanted = {
-        "side": side,
-        "shortest": shortest,
-        "max_iterations": most,
-        "precision": "float32",
-        "damping": 1,
-    }
-    return [row for row in run["rows"] if wanted.items() <= row.items()]
-
-
-def test_reasoning_tables_of_mazes() -> None:
-    runs = results("maze_30x30")["runs"]
-    expected = []
-    for run in runs:
-        for side, shortest, most in ((30, 60, 512), (30, 100, 512), (40, 120, 1024)):
-            for row in mazes(run, side, shortest, most):
-                if "8" in row["solved"]:
-                    shares = [row["converged"], *row["solved"].values(), row["any"]]
-                    size = f"{side} x {side}, {shortest} steps or more"
-                    means = [f"{row[name]:.0f}" for name in ("length", "iterations")]
-                    expected.append([run["name"], size, str(row["boards"]), *means, *map(percent, shares)])
-    assert table("reasoning", "run | mazes") == expected
-    curve = table("reasoning", "at most | iterations (mean) | converged | one start | surest of 8")
-    for most, iterations, converged, one, *eight in curve:
-        found = mazes(runs[0], 30, 60, int(most))
-        assert [iterations, converged, one] == [
-            f"{found[0]['iterations']:.0f}",
-            percent(found[0]["converged"]),
-            percent(found[0]["solved"]["1"]),
-        ]
-        assert eight == [percent(row["solved"]["8"]) for row in found if "8" in row["solved"]] or eight == [
-            ""
         ]
 
 
