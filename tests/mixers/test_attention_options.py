@@ -335,9 +335,9 @@ def test_weight_norm_keeps_the_output_of_every_option():
 
 def test_a_captured_map_reads_the_token_ids_of_the_current_call():
     spec = ib.ImplicitLMSpec(vocab_size=5, d_model=D_MODEL, n_layers=2, mixer=spec_of("value-embeddings"))
-    backbone = ib.build(spec).double().backbone
-    cpu, z = torch.device("cpu"), torch.randn(2, 3, D_MODEL).double()
-    states = backbone.initial_states(2, device=cpu, dtype=z.dtype)
+    model = ib.build(spec).double()
+    backbone, z = model.backbone, torch.randn(2, 3, D_MODEL).double()
+    states = model.initial_state(2).layers
     first, second = (
         backbone.bind(
             window_of(3, ids_BL=torch.full((2, 3), token)),

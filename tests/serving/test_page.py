@@ -322,6 +322,8 @@ def test_texts_have_contrast_and_controls_have_names_focus_and_order(open_page, 
     page.focus(".tokens")
     page.locator(".report .segment").first.wait_for()
     page.click("text=Every iterate")
+    page.locator(".report .scroll").first.wait_for()
+    page.get_by_text("Table of tokens").first.wait_for()
     check_contrast(page)
     assert page.evaluate(UNNAMED) == []
     levels = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(h => Number(h.tagName[1]))")

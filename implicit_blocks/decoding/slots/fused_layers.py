@@ -6,6 +6,7 @@ Shape legend: S slots, R rows of a step, each in a slot, D model width, U inject
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -159,11 +160,15 @@ class FusedAttention:
         *,
         quantized: torch.dtype | None = None,
     ) -> None:
+        self.heads, self.states, self.tables = mixer.n_heads, states, tables
+        self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
+
+    @cached_property
+    def arrivals_X(self) -> Tensor:
+        """Counters of programs that have ended; created by the first call, which is never captured."""
         from implicit_blocks.ops.kernels.decoding_attention import arrivals
 
-        self.heads, self.states, self.tables = mixer.n_heads, states, tables
-        self.arrivals_X = arrivals(states.keys.device)
-        self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
+        return arrivals(self.states.keys.device)
 
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
