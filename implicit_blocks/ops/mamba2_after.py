@@ -15,7 +15,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note, without_autocast
-from implicit_blocks.ops.mamba2_mix import TAPS, Mamba2Sizes, divide
+from implicit_blocks.ops.mamba2_mix import TAPS, Mamba2Sizes, as_added, divide, sizes_of
 from implicit_blocks.ops.ssd import mamba_ssm
 
 __all__ = ["eligible", "mamba2_after"]
@@ -59,8 +59,7 @@ def mamba2_after(
 
     """
     note("mamba2 between its projections", "our Triton kernels")
-    if u_BLU is not None:
-        u_BLU = u_BLU.to(projected_BLU.dtype).expand_as(projected_BLU).contiguous()
+    u_BLU = as_added(u_BLU, projected_BLU, None)
     found: tuple[Tensor, Tensor] = _after(
         projected_BLU.contiguous(),
         u_BLU,
@@ -95,8 +94,7 @@ def _after(
 ) -> tuple[Tensor, Tensor]:
     from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
 
-    n_heads, head_dim, n_groups, d_state, norm_groups = sizes
-    shape = Mamba2Sizes(n_heads, head_dim, n_groups, d_state, norm_groups, eps)
+    shape = sizes_of(sizes, eps)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u)
         conv = mamba2_parts.conv_forward(
@@ -114,7 +112,7 @@ def _after(
             added,
             norm_weight,
             eps=eps,
-            groups=norm_groups,
+            groups=shape.norm_groups,
         )
         return out, after.float().contiguous()
 

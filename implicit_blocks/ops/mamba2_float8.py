@@ -13,7 +13,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.backends import note, without_autocast
 from implicit_blocks.ops.float8 import Float8Weight, float8_product
-from implicit_blocks.ops.mamba2_mix import Mamba2Sizes, scanned
+from implicit_blocks.ops.mamba2_mix import Mamba2Sizes, as_added, scanned, sizes_of
 
 __all__ = ["mamba2_float8"]
 
@@ -51,9 +51,7 @@ def mamba2_float8(
 
     """
     note("mamba2 between its projections", "our Triton kernels")
-    if u is not None:
-        u = u.to(projected_BLU.dtype)
-        u = (u if rows_BL is not None else u.expand_as(projected_BLU)).contiguous()
+    u = as_added(u, projected_BLU, rows_BL)
     out: Tensor = _mix(
         projected_BLU.contiguous(),
         u,
@@ -92,14 +90,13 @@ def _mix(
 ) -> Tensor:
     from implicit_blocks.ops.kernels import mamba2_parts
 
-    n_heads, head_dim, n_groups, d_state, norm_groups = sizes
-    shape = Mamba2Sizes(n_heads, head_dim, n_groups, d_state, norm_groups, eps)
+    shape = sizes_of(sizes, eps)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u, rows)
         y, _ = scanned(projected, added, conv_weight, conv_bias, dt_bias, A_log, D, shape, False)
         scales = torch.empty(*projected.shape[:2], 1, dtype=torch.float32, device=projected.device)
         codes = mamba2_parts.gated_norm_forward(
-            y, projected, added, norm_weight, eps=eps, groups=norm_groups, scales_BL=scales
+            y, projected, added, norm_weight, eps=eps, groups=shape.norm_groups, scales_BL=scales
         )
         weight = Float8Weight(out_codes, out_scales, projected.dtype)
         return float8_product(codes, scales, weight, out_bias)

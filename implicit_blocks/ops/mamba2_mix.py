@@ -107,9 +107,7 @@ def mamba2_mix(
 
     """
     note("mamba2 between its projections", "our Triton kernels")
-    if u is not None:
-        u = u.to(projected_BLU.dtype)
-        u = (u if rows_BL is not None else u.expand_as(projected_BLU)).contiguous()
+    u = as_added(u, projected_BLU, rows_BL)
     out, state, _ = _mix(
         projected_BLU.contiguous(),
         u,
@@ -151,7 +149,7 @@ def _mix(
     """Return the values, the state on request, and the scan's output if backward needs it; else empty."""
     from implicit_blocks.ops.kernels import mamba2_parts
 
-    shape = _sizes(sizes, eps)
+    shape = sizes_of(sizes, eps)
     # The results of an operator must be distinct tensors.
     none, no_y = projected.new_empty(0), projected.new_empty(0)
     with without_autocast("cuda"):
@@ -195,7 +193,7 @@ def scanned(
 @_mix.register_fake
 def _(projected: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, out_weight, _, sizes, eps, return_state, keep = others
-    shape = _sizes(sizes, eps)
+    shape = sizes_of(sizes, eps)
     batch, length, _ = projected.shape
     state_shape = (batch, shape.n_heads, shape.head_dim, shape.d_state)
     state = projected.new_empty(state_shape, dtype=torch.float32) if return_state else projected.new_empty(0)
@@ -225,7 +223,7 @@ def _mix_backward(
     """Return the gradients of the projection, six parameters, and the output projection if given."""
     from implicit_blocks.ops.kernels import mamba2_parts
 
-    shape = _sizes(sizes, eps)
+    shape = sizes_of(sizes, eps)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u, rows)
         dprojected = torch.empty_like(projected)
@@ -336,7 +334,16 @@ def _scan_backward(
     return dconv, ddt, ddt.sum((0, 1)), dA * A, dD
 
 
-def _sizes(sizes: list[int], eps: float) -> Mamba2Sizes:
+def as_added(u: Tensor | None, projected_BLU: Tensor, rows_BL: Tensor | None) -> Tensor | None:
+    """Return the injection as the kernels read it: in the projection's dtype, and contiguous."""
+    if u is None:
+        return None
+    u = u.to(projected_BLU.dtype)
+    return (u if rows_BL is not None else u.expand_as(projected_BLU)).contiguous()
+
+
+def sizes_of(sizes: list[int], eps: float) -> Mamba2Sizes:
+    """Return the sizes of the list and the epsilon that an operator receives."""
     n_heads, head_dim, n_groups, d_state, norm_groups = sizes
     return Mamba2Sizes(n_heads, head_dim, n_groups, d_state, norm_groups, eps)
 
