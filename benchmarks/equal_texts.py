@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decoding_calls import compare, decoded, models, tokens_of
+from decoding_calls import compare, decoded, decoder_of, models, tokens_of
 from report import machine, write
 
-from implicit_blocks.decoding import ContinuousDecoder, NewToken
+from implicit_blocks.decoding import NewToken
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def measure(
     found: dict[str, Any] = {}
     texts: list[list[list[NewToken]]] = []
     for in_flight, rows in zip((1, arguments.in_flight), arguments.rows, strict=True):
-        decoder = decoder_of(model, rows, in_flight, arguments.tolerance, arguments)
+        decoder = decoder_of(model, rows, in_flight, None, arguments.tolerance, arguments)
         start = time.perf_counter()
         texts.append(decoded(decoder, prompts, seeds, temperature, arguments))
         found[f"seconds_{in_flight}"] = round(time.perf_counter() - start, 1)
@@ -87,20 +87,6 @@ def measure(
     return found | {"equal": equal, "near_ties": ties, "unconverged": unconverged, "parted": parted}
 
 
-def decoder_of(
-    model: Any, rows: int, in_flight: int, tolerance: float, arguments: argparse.Namespace
-) -> ContinuousDecoder:
-    return ContinuousDecoder(
-        model,
-        max_batch_size=rows,
-        buckets=[rows],
-        max_seq_len=arguments.context + arguments.tokens,
-        max_in_flight=in_flight,
-        tolerance=tolerance,
-        max_iterations=arguments.max_iterations,
-    )
-
-
 def tight(
     model: Any,
     prompts: list[list[int]],
@@ -111,7 +97,7 @@ def tight(
     """Return the texts of these prompts at a hundredth of the tolerance."""
     if not numbers:
         return []
-    decoder = decoder_of(model, min(len(numbers), 8), 1, arguments.tolerance / 100, arguments)
+    decoder = decoder_of(model, min(len(numbers), 8), 1, None, arguments.tolerance / 100, arguments)
     return decoded(decoder, [prompts[number] for number in numbers], numbers, temperature, arguments)
 
 
