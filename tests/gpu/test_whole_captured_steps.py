@@ -40,7 +40,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def losses(recipe: Recipe, tokens: Path, device: str, not_captured: str | None = None) -> torch.Tensor:
-    one = begin(Planned(recipe.name, spec_of(recipe, tokens), 1.0, recipe.average), torch.device(device))
+    one = begin(Planned(recipe.name, spec_of(recipe, tokens), 1.0, recipe.averages), torch.device(device))
     if not_captured is not None:
         one.step.recapture(not_captured)
     while not one.finished:
@@ -67,7 +67,7 @@ def test_models_on_several_streams_have_the_losses_of_models_alone(tokens):
     def end(one: Trained) -> None:
         found[one.planned.name] = one.step.losses()
 
-    queue = [Planned(one.name, spec_of(one, tokens), 1.0, one.average) for one in RECIPES]
+    queue = [Planned(one.name, spec_of(one, tokens), 1.0, one.averages) for one in RECIPES]
     assert train_side_by_side(queue, device=torch.device("cuda"), on_end=end, side_by_side=3) == []
     for recipe in RECIPES:
         torch.testing.assert_close(found[recipe.name], losses(recipe, tokens, "cuda"), rtol=2e-3, atol=0)

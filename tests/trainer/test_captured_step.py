@@ -37,9 +37,9 @@ def tokens(tmp_path: Path) -> Path:
     return path
 
 
-def trained(recipe: Recipe, tokens: Path, *, at_once: int = 4, average: float | None = None) -> Trained:
+def trained(recipe: Recipe, tokens: Path, *, at_once: int = 4) -> Trained:
     spec = spec_of(recipe, tokens)
-    one = begin(Planned(recipe.name, spec, 1.0, average), CPU, at_once=at_once)
+    one = begin(Planned(recipe.name, spec, 1.0), CPU, at_once=at_once)
     while not one.finished:
         assert one.ready()
         one.advance()
@@ -124,21 +124,24 @@ def test_runs_that_do_not_end_in_time_are_named(tokens):
 
 
 def test_averaged_weights_are_those_of_a_moving_average(tokens):
-    one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0, average=0.5), CPU, at_once=1)
+    decays = (0.5, 0.9)
+    one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0, averages=decays), CPU, at_once=1)
     weight = one.model.embedding.weight
-    expected = weight.detach().clone()
+    expected = {decay: weight.detach().clone() for decay in decays}
     for _ in range(3):
         one.advance()
-        expected.lerp_(weight.detach(), 0.5)
+        for decay in decays:
+            expected[decay].lerp_(weight.detach(), 1 - decay)
     last = weight.detach().clone()
-    with one.step.averaged():
-        torch.testing.assert_close(weight.detach(), expected)
-    torch.testing.assert_close(weight.detach(), last, rtol=0, atol=0)
+    for decay in decays:
+        with one.step.averaged(decay):
+            torch.testing.assert_close(weight.detach(), expected[decay])
+        torch.testing.assert_close(weight.detach(), last, rtol=0, atol=0)
 
 
 def test_without_an_average_there_are_no_averaged_weights(tokens):
     one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0), CPU)
-    with pytest.raises(ValueError, match="average"), one.step.averaged():
+    with pytest.raises(ValueError, match="average"), one.step.averaged(0.5):
         pass
 
 

@@ -92,7 +92,7 @@ class CapturedStep:
         max_grad_norm: the norm to which gradients are clipped; None: not clipped.
         device: of the model.
         at_once: K, the number of steps whose batches are loaded together.
-        average: factor of an exponential moving average of the weights, per step; None: there is none.
+        averages: factors of exponential moving averages of the weights, per step.
         not_captured: why the step cannot be captured (``why_not_captured``); None: it can.
 
     """
@@ -109,7 +109,7 @@ class CapturedStep:
         max_grad_norm: float | None,
         device: torch.device,
         at_once: int = 32,
-        average: float | None = None,
+        averages: Sequence[float] = (),
         not_captured: str | None = None,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
@@ -126,7 +126,6 @@ class CapturedStep:
         self._host_rates = tuple(rates)
         self._eager_left = WARM_UP
         self._parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self._decay = average
         with self.in_stream():
             self._batches_KBL = torch.zeros(2, at_once, batch_size, length, dtype=torch.int64, device=device)
             self._slot = torch.zeros(1, dtype=torch.int64, device=device)
@@ -136,7 +135,7 @@ class CapturedStep:
             self._skip = torch.zeros((), dtype=torch.float32, device=device)
             self._losses = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
             self._norms = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
-            self._average = None if average is None else [p.detach().clone() for p in self._parameters]
+            self._averages = {decay: [p.detach().clone() for p in self._parameters] for decay in averages}
         self._choose_agreement()
         self._on_device = device.type == "cuda" and make_capturable(optimizer, self._rate, self._skip)
 
@@ -198,18 +197,18 @@ class CapturedStep:
             self.stream.synchronize()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Give the model the averaged weights in the ``with`` block.
+    def averaged(self, decay: float) -> Iterator[None]:
+        """Give the model the weights averaged with this factor in the ``with`` block.
 
         Raises:
-            ValueError: there is no average.
+            ValueError: there is no such average.
 
         """
-        if self._average is None:
-            raise ValueError("the weights were not averaged; give `average`, such as 0.999")
+        if decay not in self._averages:
+            raise ValueError(f"the weights were not averaged with {decay}; give it in `averages`")
         with self.in_stream(), torch.no_grad():
             kept = [p.detach().clone() for p in self._parameters]
-            torch._foreach_copy_(self._parameters, self._average)
+            torch._foreach_copy_(self._parameters, self._averages[decay])
         try:
             yield
         finally:
@@ -269,8 +268,7 @@ class CapturedStep:
             elif bool(finite):
                 set_learning_rate(self.optimizer, self._host_rates[self.done])
                 self.optimizer.step()
-            if self._average is not None:
-                assert self._decay is not None
-                torch._foreach_lerp_(self._average, self._parameters, 1 - self._decay)
+            for decay, average in self._averages.items():
+                torch._foreach_lerp_(average, self._parameters, 1 - decay)
             self._slot += 1
             self._step += 1

@@ -43,8 +43,8 @@ class Planned:
     spec: RunSpec
     flops: float
     """Floating-point operations of the whole run."""
-    average: float | None = None
-    """Factor of the moving average of the weights per step; None: no average."""
+    averages: tuple[float, ...] = ()
+    """Factors of moving averages of the weights, per step."""
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ def begin(planned: Planned, device: torch.device, *, at_once: int = 32, eager: s
         max_grad_norm=spec.training.max_grad_norm,
         device=device,
         at_once=at_once,
-        average=planned.average,
+        averages=planned.averages,
         not_captured=reason,
     )
     return Trained(planned, parts, step, began=time.monotonic(), eager=eager)

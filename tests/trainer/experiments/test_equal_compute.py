@@ -327,6 +327,21 @@ def test_the_experiment_tunes_reports_and_continues(tokens, tmp_path, monkeypatc
     assert {row["name"]: row["seconds"] for row in read_results(tmp_path / "out" / "runs")} == before
 
 
+def test_of_several_averages_the_best_on_the_text_of_the_choice_is_measured(tokens, tmp_path, monkeypatch):
+    data, report = tokens
+    with_validation(monkeypatch, data.with_name("validation.bin"))
+    settings = Settings(**{**TINY, "weight_decays": (0.5,), "seeds": (1,)}, average=(0.5, 0.9))
+    run(tmp_path / "out", data, report, settings=settings, device="cpu")
+    rows = read_results(tmp_path / "out" / "runs")
+    assert {row["side"] for row in rows} == {"explicit", "implicit"}
+    for row in rows:
+        found = row["averaged"]
+        assert [one["decay"] for one in found["averages"]] == [0.5, 0.9]
+        best = min(found["averages"], key=lambda one: one["choice"])
+        assert (best["decay"], best["choice"]) == (found["decay"], found["choice"]["perplexity"])
+        assert row["recipe"]["seed"] == 0 or "lengths" in row["measured"] | found
+
+
 def with_validation(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Let recipes read their validation tokens from this file."""
     from trainer.experiments.equal_compute import recipes

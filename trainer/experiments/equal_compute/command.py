@@ -39,7 +39,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--widen", type=int, metavar="N", help="times to widen a grid whose best value is at its edge (0)")
     add("--petaflops", type=float, metavar="X", help="FLOP budget per run, in PFLOP (3)")
     add("--fresh-petaflops", type=float, metavar="X", help="the same for fresh text (0.15)")
-    add("--average", type=float, metavar="X", help="also average the weights, with this decay per step")
+    add(
+        "--average",
+        nargs="+",
+        type=float,
+        metavar="X",
+        help="also average the weights, with the best of these decays per step",
+    )
     add("--choosing-seeds", nargs="+", type=int, metavar="N", help="seeds for choosing the recipes (0)")
     add("--seeds", nargs="+", type=int, metavar="N", help="seeds of the reported runs (1 2 3 4 5)")
     add("--sequences", type=int, metavar="N", help="sequences of each evaluation set (512)")

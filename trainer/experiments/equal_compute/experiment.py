@@ -55,7 +55,7 @@ class Settings:
     shares: tuple[float, ...] = (0.6, 1.0)
     petaflops: float = 3.0
     fresh_petaflops: float = 0.15
-    average: float | None = None
+    average: float | tuple[float, ...] | None = None
     batch_size: int = 16
     length: int = 512
     precision: str = "bfloat16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -58,8 +59,8 @@ class Recipe:
     seed: int = 0
     weight_norm: bool = False
     qk_norm: bool = True
-    average: float | None = None
-    """Factor of a moving average of the weights, per step."""
+    average: float | tuple[float, ...] | None = None
+    """Factor of a moving average of the weights, per step; of several the best on the text of the choice."""
     batch_size: int = 16
     length: int = 512
     vocab_size: int = 8192
@@ -67,6 +68,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        if isinstance(self.average, Sequence):
+            object.__setattr__(self, "average", tuple(self.average))
         prelude, core, coda = self.layers
         if core < 1 or min(prelude, coda) < 0:
             raise ValueError(f"layers is {self.layers}; give prelude, core (at least 1) and coda")
@@ -98,6 +101,11 @@ class Recipe:
     def side(self) -> Literal["explicit", "implicit"]:
         """The side of the comparison."""
         return "implicit" if self.loops else "explicit"
+
+    @property
+    def averages(self) -> tuple[float, ...]:
+        """The factors of the moving averages."""
+        return self.average if isinstance(self.average, tuple) else (self.average,) if self.average else ()
 
     @property
     def shape(self) -> str:
@@ -132,7 +140,7 @@ class Recipe:
         parts += [] if self.qk_norm or self.family == "mamba2" else ["plain"]
         parts += [f"lr{self.learning_rate:g}", f"wd{self.weight_decay:g}", f"{self.petaflops:g}pf"]
         parts += [f"share{self.share:g}"] if self.share != 1 else []
-        parts += [] if self.average is None else [f"ema{self.average:g}"]
+        parts += ["ema" + "-".join(f"{decay:g}" for decay in self.averages)] if self.averages else []
         return "_".join([*parts, f"s{self.seed}"])
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def train_recipes(
             if compile_layers:
                 training = spec.training.model_copy(update={"compile_layers": True})
                 spec = spec.model_copy(update={"training": training})
-            queue.append(Planned(recipe.name, spec, run_flops(spec), recipe.average))
+            queue.append(Planned(recipe.name, spec, run_flops(spec), recipe.averages))
     log(f"{len(recipes) - len(queue)} of {len(recipes)} runs are finished")
     measuring = [0.0]
 
@@ -180,18 +181,23 @@ def _measured(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the measurements of the last and of the averaged weights, if these exist.
 
-    Only the weights that are better on the text of the choice are measured in full.
+    Only the weights that are best on the text of the choice are measured in full.
     """
-    if one.planned.average is None:
+    if not one.planned.averages:
         return look.measure(sets, report), None
-    measured = look.measure(sets, None)
-    with one.step.averaged():
-        averaged = look.measure(sets, None)
-        is_better = _loss(averaged) < _loss(measured)
-        if is_better and report is not None:
-            averaged |= look.measure({REPORT: sets[REPORT]}, report)
-    if not is_better and report is not None:
-        measured |= look.measure({REPORT: sets[REPORT]}, report)
+    measured, averages = look.measure(sets, None), []
+    for decay in one.planned.averages:
+        with one.step.averaged(decay):
+            averages.append({"decay": decay, **look.measure(sets, None)})
+    averaged = min(averages, key=_loss)
+    is_better = _loss(averaged) < _loss(measured)
+    if report is not None:
+        with one.step.averaged(averaged["decay"]) if is_better else nullcontext():
+            (averaged if is_better else measured).update(look.measure({REPORT: sets[REPORT]}, report))
+    averaged["averages"] = [
+        {"decay": row["decay"], **{key: row[key]["perplexity"] for key in (CHOICE, REPORT)}}
+        for row in averages
+    ]
     return measured, averaged
 
 
