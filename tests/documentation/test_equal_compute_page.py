@@ -9,20 +9,12 @@ import pytest
 
 from trainer.experiments.equal_compute.compare import require_same_text
 from trainer.experiments.equal_compute.plot import draw
-from trainer.experiments.equal_compute.tables import at_fixed_point, runs_table
+from trainer.experiments.equal_compute.tables import at_fixed_point
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
 ON_ONE_TEXT = ("llama", "llama_rates", "llama_late", "mamba2")
 PAGE = " ".join((ROOT / "docs" / "equal_compute.md").read_text(encoding="utf-8").split())
-
-
-@pytest.fixture(scope="module")
-def runs() -> list[dict[str, Any]]:
-    """Return the runs of the result file."""
-    path = ROOT / "benchmarks" / "results" / "equal_compute_gpu.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +43,9 @@ def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
     return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_rates", "llama_late", "mamba2", "fresh"])
+@pytest.mark.parametrize("name", ["gpu", "llama", "llama_rates", "llama_late", "mamba2", "fresh"])
 def test_the_tables_of_seeds_are_those_of_the_result_files(name: str) -> None:
     assert " ".join(SEEDS["seeds_table"](read(name)).split()) in PAGE
-
-
-def test_the_table_of_the_choice_is_that_of_the_result_file(runs: list[dict[str, Any]]) -> None:
-    assert " ".join(runs_table(runs).split()) in PAGE
 
 
 def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any) -> None:
@@ -154,7 +142,8 @@ def test_perplexities_at_eight_times_the_length(seeds: Any) -> None:
     assert max(ratios("mamba2")) < 1.0
 
 
-def test_all_steps_were_captured_and_the_choice_had_one_seed(runs: list[dict[str, Any]]) -> None:
+def test_all_steps_were_captured_and_the_choice_had_one_seed() -> None:
+    runs = read("gpu")
     assert {run["recipe"]["seed"] for run in runs} == {0}
     assert all(run["captured"] for run in [*runs, *read("llama"), *read("mamba2")])
 
@@ -181,11 +170,6 @@ def test_further_seeds_are_those_of_the_recipe_that_the_text_of_the_choice_prefe
     assert [(one["layers"], one["weight_decay"], one["seed"]) for one in found] == [
         (layers, 1.0, seed) for seed in (1, 2) for layers in ([0, 8, 0], [2, 4, 2])
     ]
-
-
-def test_the_table_marks_a_run_that_ended_early(runs: list[dict[str, Any]]) -> None:
-    early = {**runs[0], "choice": None, "report": None, "fixed_point": None, "trained_loops_few": None}
-    assert "| ended early | ended early |" in runs_table([early])
 
 
 @pytest.fixture

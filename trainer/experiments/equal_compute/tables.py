@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _HEAD = ("side", "shape", "parameters", "epochs", "rate", "decay", "seeds", "perplexity", "converged")
@@ -55,39 +55,6 @@ def _side(name: str, side: Mapping[str, Any], written: Mapping[str, Any]) -> tup
         str(len(values)),
         " ".join(f"{value:.2f}" for value in values),
         f"{min(shares):.1%}" if shares else "",
-    )
-
-
-RUNS_HEAD = (
-    "model", "parameters", "weight decay", "share", "epochs", "PFLOP", "choice", "report", "fixed point",
-    "converged",
-)  # fmt: skip
-
-
-def runs_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return single runs as a Markdown table, the lowest perplexity on the text of the choice first.
-
-    ``fixed point``: change of the perplexity from the loops of training to the search for the fixed point in
-    32 iterations, with the solver that lets most tokens converge; their share is the last column.
-    """
-    rows = [_run(run) for run in sorted(runs, key=lambda run: run["choice"] or math.inf)]
-    lines = [RUNS_HEAD, ("---",) * len(RUNS_HEAD), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _run(run: Mapping[str, Any]) -> tuple[str, ...]:
-    recipe = run["recipe"]
-    change, share = at_fixed_point(run) or (None, None)
-    return (
-        f"{run['side']}, {run['shape']}",
-        f"{run['parameters'] / 1e6:.1f} M",
-        f"{recipe['weight_decay']:g}",
-        f"{recipe['share']:g}",
-        f"{run['epochs']:.1f}",
-        f"{run['flops'] / 1e15:.2f}",
-        *("ended early" if run[key] is None else f"{run[key]:.2f}" for key in ("choice", "report")),
-        "" if change is None else f"{change:+.1%}",
-        "" if share is None else f"{share:.1%}",
     )
 
 
