@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from implicit_blocks.ops.backends import AUTO, Backend, Operation, is_transformed
+from implicit_blocks.ops.backends import AUTO, Backend, Operation, is_transformed, without_autocast
 from implicit_blocks.ops.causal_conv import cuda, fla
 
 # Bytes of one intermediate of a tile on a CPU; four of them exist at the same time.
@@ -67,22 +67,23 @@ def causal_conv(
         raise ValueError(f"unknown activation {activation!r}; choose 'silu' or None")
     silu = activation == "silu"
     taken = CAUSAL_CONV.choose(backend, x_BLC, weight_CW, documents_BL)
-    if taken is not _TORCH:
-        known = None if tail_BWC is None else _checked_tail(x_BLC, tail_BWC, taps)
-        y_BLC: Tensor = taken.run(x_BLC, known, weight_CW, bias_C, silu)
-        return y_BLC
-    if tail_BWC is None and documents_BL is None and torch.compiler.is_compiling():
-        full = torch.nn.functional.pad(x_BLC, (0, 0, taps - 1, 0))
-        return convolve(full, weight_CW, bias_C, silu, None).to(x_BLC.dtype)
-    tail = _checked_tail(x_BLC, tail_BWC, taps)
-    same_BLW = None
-    if documents_BL is not None:
-        if tail_documents_BW is None:
-            tail_documents_BW = documents_BL[:, :1].expand(-1, taps - 1)
-        history = torch.cat([tail_documents_BW, documents_BL], dim=1)
-        same_BLW = history.unfold(1, taps, 1) == documents_BL[..., None]
-    plain: Tensor = taken.run(x_BLC, tail, weight_CW, bias_C, silu, same_BLW)
-    return plain
+    with without_autocast(x_BLC.device.type):  # the backends choose their dtypes themselves
+        if taken is not _TORCH:
+            known = None if tail_BWC is None else _checked_tail(x_BLC, tail_BWC, taps)
+            y_BLC: Tensor = taken.run(x_BLC, known, weight_CW, bias_C, silu)
+            return y_BLC
+        if tail_BWC is None and documents_BL is None and torch.compiler.is_compiling():
+            full = torch.nn.functional.pad(x_BLC, (0, 0, taps - 1, 0))
+            return convolve(full, weight_CW, bias_C, silu, None).to(x_BLC.dtype)
+        tail = _checked_tail(x_BLC, tail_BWC, taps)
+        same_BLW = None
+        if documents_BL is not None:
+            if tail_documents_BW is None:
+                tail_documents_BW = documents_BL[:, :1].expand(-1, taps - 1)
+            history = torch.cat([tail_documents_BW, documents_BL], dim=1)
+            same_BLW = history.unfold(1, taps, 1) == documents_BL[..., None]
+        plain: Tensor = taken.run(x_BLC, tail, weight_CW, bias_C, silu, same_BLW)
+        return plain
 
 
 def _convolve_plainly(
