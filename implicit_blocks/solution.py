@@ -139,10 +139,6 @@ class Solution:
         some = self.diverged.any() & ~self.diverged.all()
         return bool(AsyncHostCopy().read(some) if some.is_cuda else some)
 
-    def diverged_flag(self) -> AsyncHostCopy:
-        """Return the copy of the flag ``some_diverged`` to the host, to be read after further launches."""
-        return AsyncHostCopy(self.diverged.any() & ~self.diverged.all())
-
     def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
         """Return the solution with another ``z`` (B, …), and with another adjoint if one is given."""
         return replace(self, z=z, adjoint=adjoint or self.adjoint)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count, require_share
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, SteppingMap
 from implicit_blocks.solution import Solution
@@ -45,8 +48,9 @@ class Phantom(GradientEstimator):
         solution = search(f, z0)
         # On a GPU the steps are launched before the flag is read, for which it would wait: in vain where some
         # rows have diverged.
-        flag = solution.diverged_flag() if solution.z.is_cuda else None
-        some_diverged = flag is None and solution.some_diverged()
+        some = solution.diverged.any() & ~solution.diverged.all()
+        flag = AsyncHostCopy(some) if some.is_cuda else None
+        some_diverged = flag is None and bool(some)
         while True:
             z, rows = solution.z, None
             if some_diverged:
@@ -60,7 +64,7 @@ class Phantom(GradientEstimator):
             if flag is None or not flag.read():
                 break
             flag, some_diverged = None, True
-        return solution.with_value(z if rows is None else restore_diverged(z, solution.z, solution))
+        return replace(solution, z=z if rows is None else restore_diverged(z, solution.z, solution))
 
 
 def jacobian_free() -> Phantom:

@@ -11,7 +11,7 @@ Shape legend: B rows, T tokens, E elements (B rows, or B · T tokens with prefix
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -137,7 +137,13 @@ class Loop:
                 self.shrink(remaining, rows)
             if self.iterates is not None and iteration in self.iterates:
                 self.iterates.add(iteration, self.state.z, self.results)
-        return self.solution()
+        found: State | FullResults = self.state
+        if self.results is not None:
+            found = FullResults.of(self.state, self.results, self.trace)
+        z = found.best.reshape(self.z0.shape)
+        trace = None if self.trace is None else self.trace.stack()
+        iterates = None if self.iterates is None else self.iterates.finish(z)
+        return self.rule.solution(found.status, z, valid=self.valid, trace=trace, trajectory=iterates)
 
     # ------------------------------------------------------------------------------------ steps
 
@@ -277,19 +283,6 @@ class Loop:
                 self.exit = self.exit and self.exit.restrict("after", prefix)
                 self.state = drop_prefix(self.state, tokens)
         self.all_active = remaining == self.state.status.active.numel()
-
-    def solution(self) -> Solution:
-        """Return the solution of all rows and tokens."""
-        found: State | FullResults = self.state
-        trace = None
-        if self.results is not None:
-            found = FullResults.of(self.state, self.results, self.trace)
-        if self.trace is not None:
-            self.trace.flush(None)
-            trace = self.trace.stack()
-        z = found.best.reshape(self.z0.shape)
-        solution = self.rule.solution(found.status, z, valid=self.valid, trace=trace)
-        return solution if self.iterates is None else replace(solution, trajectory=self.iterates.finish(z))
 
 
 def flatten_features(z: Tensor, leading: int) -> Tensor:

@@ -217,7 +217,13 @@ class StatusRule:
         return Update(Status(last, lowest, token, iterations, active, status.scale), improved, None)
 
     def solution(
-        self, status: Status, z: Tensor, *, valid: Tensor | None = None, trace: Tensor | None = None
+        self,
+        status: Status,
+        z: Tensor,
+        *,
+        valid: Tensor | None = None,
+        trace: Tensor | None = None,
+        trajectory: dict[int, Tensor] | None = None,
     ) -> Solution:
         """Return the solution with the value ``z`` (B, …) and this status.
 
@@ -236,6 +242,7 @@ class StatusRule:
             converged=converged.squeeze(-1),
             diverged=~status.last_residual.isfinite().squeeze(-1),
             trace=trace,
+            trajectory=trajectory,
         )
 
 

@@ -49,7 +49,8 @@ class Trace:
         self._parts += parts if expand is None else map(expand, parts)
 
     def stack(self) -> Tensor:
-        """Return the residuals of all calls, (iterations, B) or (iterations, B, T)."""
+        """Return the residuals of all calls, (iterations, B) or (iterations, B, T), the last ones of all."""
+        self.flush(None)
         return torch.stack(self._parts).squeeze(-1)
 
 
