@@ -156,22 +156,22 @@ class SequenceState:
         """Return the window of the next ``length`` tokens; ``gaps`` as in ``Window``."""
         valid = self._extend("valid", self.valid_BT, valid_BL, length, True)
         documents = self._extend("documents", self.documents_BT, documents_BL, length, 0)
-        if valid is None:
-            positions = self.next_position[:, None] + torch.arange(length, device=self.next_position.device)
-        else:
-            steps = valid[:, self.length :].cumsum(1)
-            positions = (self.next_position[:, None] + steps - 1).clamp(min=0)
-        return Window(
+        window = Window(
             batch_size=self.batch_size,
             start=self.length,
             length=length,
-            positions_BL=positions,
+            positions_BL=self.next_position[:, None] + torch.arange(length, device=self.next_position.device),
             valid_BT=valid,
             documents_BT=documents,
             gaps=gaps,
             dtype=dtype,
             part=self.part,
         )
+        own = window.valid_BL
+        if own is None:
+            return window
+        positions = (self.next_position[:, None] + own.cumsum(1) - 1).clamp(min=0)  # padding has no position
+        return replace(window, positions_BL=positions)
 
     def _extend(
         self, name: str, before_BT: Tensor | None, new_BL: Tensor | None, length: int, default: bool | int

@@ -5,7 +5,7 @@ Shape legend: B batch, L tokens of the window, D width of the stack, U width of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -26,12 +26,15 @@ from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.quantized import QuantizedWeights
 from implicit_blocks.windows import Window
 
+Masks = tuple[Tensor, Tensor]
+"""The dropout masks of a layer in one forward pass: of its mixer and of its MLP."""
+
 
 class BlockContext(NamedTuple):
     """A block's data for one window: the context of its mixer, and the dropout masks of this forward pass."""
 
     mixer: Any
-    masks: tuple[Tensor, Tensor] | None = None
+    masks: Masks | None = None
 
 
 class Stream(NamedTuple):
@@ -144,7 +147,7 @@ def _normed(norm: nn.Module | None, z: Tensor) -> Tensor:
     return normed
 
 
-def dropout_masks(z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+def dropout_masks(z_BLD: Tensor, probability: float) -> Masks:
     """Draw a block's masks for one forward pass, scaled to keep the mean; all its iterations share them."""
 
     def draw() -> Tensor:
@@ -228,6 +231,11 @@ class Stack(nn.Module):
         """Whether a mixer reads the token IDs of a window."""
         return any(block.mixer.needs_token_ids for block in self.blocks())
 
+    def contexts(self, window: Window, masks: Sequence[Masks | None]) -> tuple[BlockContext, ...]:
+        """Return the layers' data for a window, given their dropout masks."""
+        of_blocks = zip(self.blocks(), masks, strict=True)
+        return tuple(BlockContext(block.mixer.prepare(window), both) for block, both in of_blocks)
+
     def bind(
         self,
         window: Window,
@@ -245,12 +253,8 @@ class Stack(nn.Module):
         and what leaves the stack. ``start_BLD`` gives the shape of the dropout masks.
         """
         dropout = self.dropout if self.training else 0.0
-        contexts = tuple(
-            BlockContext(
-                block.mixer.prepare(window), dropout_masks(start_BLD, dropout) if dropout > 0 else None
-            )
-            for block in self.blocks()
-        )
+        masks = [dropout_masks(start_BLD, dropout) if dropout > 0 else None for _ in self.layers]
+        contexts = self.contexts(window, masks)
         low = self.quantized is not None and self.training
         return BoundMap(self, window, u_BLU, states, contexts, weights, injection, e_BLD, low)
 
@@ -410,29 +414,26 @@ class BoundMap:
         return self._cut(taken, self.window.length, states)
 
     def _cut(self, first: int, stop: int, states: tuple[State, ...]) -> BoundMap:
-        return self._part(self.window.cut(first, stop), states, lambda of_all: of_all[:, first:stop])
+        part, masks = self._of_part((slice(None), slice(first, stop)))
+        window = self.window.cut(first, stop)
+        return replace(part, window=window, states=states, contexts=self.stack.contexts(window, masks))
 
     def select_rows(self, rows: Tensor) -> BoundMap:
         """Return the map of these rows, (R,) int64 indices."""
+        part, masks = self._of_part(rows)
         of_blocks = zip(self.stack.blocks(), self.states, strict=True)
         states = tuple(block.mixer.select_rows(state, rows) for block, state in of_blocks)
-        return self._part(self.window.select_rows(rows), states, lambda of_all: of_all[rows])
+        window = self.window.select_rows(rows)
+        return replace(part, window=window, states=states, contexts=self.stack.contexts(window, masks))
 
-    def _part(self, window: Window, states: tuple[State, ...], take: Callable[[Tensor], Tensor]) -> BoundMap:
-        """Return the map of a part of the window, given its states; ``take`` cuts it from (B, L, …)."""
-
-        def context(block: Block, whole: BlockContext) -> BlockContext:
-            masks: Any = None if whole.masks is None else tuple(map(take, whole.masks))
-            return BlockContext(block.mixer.prepare(window), masks)
-
-        return replace(
-            self,
-            window=window,
-            u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else take(self.u_BLU),
-            e_BLD=None if self.e_BLD is None else take(self.e_BLD),
-            states=states,
-            contexts=tuple(map(context, self.stack.blocks(), self.contexts)),
+    def _of_part(self, index: Any) -> tuple[BoundMap, list[Masks | None]]:
+        """Return the map with ``u`` and ``e`` at an index in (B, L, …), and the dropout masks there."""
+        u, e = self.u_BLU, self.e_BLD
+        part = replace(
+            self, u_BLU=u if u is None or self.by_row else u[index], e_BLD=None if e is None else e[index]
         )
+        masks = [context.masks for context in self.contexts]
+        return part, [None if both is None else (both[0][index], both[1][index]) for both in masks]
 
 
 def _recomputed(function: Callable[..., Value], *arguments: Any) -> Value:

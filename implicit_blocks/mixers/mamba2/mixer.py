@@ -144,6 +144,8 @@ class Mamba2(Mixer):
     def prepare(self, window: Window) -> Mamba2Context:
         """Return the indices of the convolution's next tail, and the documents around the window."""
         taps = self.spec.d_conv
+        if window.part is None and window.valid_BT is None and window.documents_BT is None:
+            return Mamba2Context(window.start == 0, u_rows_BL=window.u_rows_BL)
         return window.once(("mamba2", taps), lambda: _context(window, taps))
 
     def forward(
