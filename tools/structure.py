@@ -75,7 +75,7 @@ ROWS = (
     Row("root.implicit_blocks", "modules at the root of implicit_blocks", bar=5, target=5),
     Row("root.trainer", "modules at the root of trainer", bar=5, target=5),
     Row("forward.files", "training pass of a tiny Mamba2 model: files entered", bar=19, target=20),
-    Row("forward.changes", "training pass of a tiny Mamba2 model: changes of file", bar=64, target=50),
+    Row("forward.changes", "training pass of a tiny Mamba2 model: changes of file", bar=50, target=50),
     Row("step.files", "training step of python -m trainer: files entered", bar=36, target=36),
     Row("build.files", "spec name to built model: files entered", bar=25, target=18),
     Row("build.changes", "spec name to built model: changes of file", bar=78),

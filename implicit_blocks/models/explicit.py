@@ -66,6 +66,7 @@ class ExplicitLM(ModelParts):
             return_state=return_state,
             window_length=window_length,
             search=SearchOptions(**search),
+            weights=self.cache_weights(),
         )
         return read_out(self, encoded, labels=labels, return_logits=return_logits)  # logits = E z
 

@@ -8,12 +8,14 @@ Shape legend: B batch, L tokens, D model width, U injection width, V vocabulary 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.depths import UntilConvergedSpec
 from implicit_blocks.depths.depth import following_depth
+from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.injections.projection import pays_by_token
 from implicit_blocks.interfaces import GradientEstimator, Solver
@@ -22,9 +24,10 @@ from implicit_blocks.models.implicit_spec import check_reconfigured
 from implicit_blocks.models.objectives import Objective
 from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
 from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, check_forward, read_out, scaled
-from implicit_blocks.models.solving import SearchPlan, solve_window
+from implicit_blocks.models.solving import SearchPlan, exit_spec, solve_window
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
+from implicit_blocks.search.loops import LoopCounts
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.specs import ImplicitLMSpec, Stopping
 from implicit_blocks.weights.cache import WeightCache
@@ -124,6 +127,7 @@ class ImplicitLM(ModelParts):
             window_length=window_length,
             search=SearchOptions(**search) if search else None,
             trace=trace,
+            weights=self.cache_weights(),
         )
         output = read_out(self, encoded, labels=labels, return_logits=return_logits)  # logits = E coda(z*)
         if labels is None or self.objective is None or not self.training:
@@ -154,7 +158,7 @@ class ImplicitLM(ModelParts):
             ValueError: where shapes or state do not fit, or the window is shorter than a token.
 
         """
-        solver, stopping = self.search_config(search)
+        plan = search_plan(self, search, batch_size=len(x_BLD), trace=trace)
         inputs = check_inputs(
             x_BLD,
             ids_BL=ids_BL,
@@ -167,7 +171,6 @@ class ImplicitLM(ModelParts):
         commit = return_state or len(windows) > 1
         check_windows(commit=commit, bidirectional=self.bidirectional)
         weights = weights if weights is not None else self.cache_weights()
-        plan = SearchPlan.of(self, solver, stopping, search, batch_size=len(x_BLD), trace=trace)
         parts: list[Encoded] = []
         for window in windows:
             prepared = self.prepare(window, state, weights=weights, commit=commit)  # c = prelude(x)
@@ -177,11 +180,11 @@ class ImplicitLM(ModelParts):
                 ids_BL=window.ids_BL,
                 search=search and search.of_window(window.first, window.length, length=inputs.length),
             )
-            output = self.output_map(prepared, weights)
             with weights.activate():  # once for all calls of f
                 solution, core = solve_window(  # z* = f(z*)
-                    self, f, z0_BLC, prepared.core, output=output, plan=plan, commit=commit
+                    self, f, z0_BLC, prepared, weights=weights, plan=plan, commit=commit
                 )
+            output = self.output_map(prepared, weights)
             if commit:
                 hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
                 states = (*prepared.prelude, *core, *coda)
@@ -211,11 +214,9 @@ class ImplicitLM(ModelParts):
             z0_BLC = _check_start(search.start, z0_BLC)
         if search is not None and search.warm_start:
             z0_BLC = prepared.state.warm_start(window, z0_BLC)
-        injected = c_BLD
-        if ids_BL is not None and self._injects_by_word(window, tokens=ids_BL.numel()):
+        u, e_BLE = self.inject(c_BLD, weights, window=window, ids_BL=ids_BL)
+        if u is not None and ids_BL is not None and u.ndim == 2:  # a table
             window = replace(window, u_rows_BL=ids_BL.contiguous())
-            injected = scaled(self.embedding.weight, self.spec.embedding_scale)
-        u, e_BLE = self.inject(injected, weights)
         f = self.backbone.bind(
             window,
             states=prepared.core[: len(self.backbone.layers)],
@@ -227,8 +228,21 @@ class ImplicitLM(ModelParts):
         )
         return f, z0_BLC
 
-    def inject(self, c_BLD: Tensor, weights: WeightCache) -> tuple[Tensor | None, Tensor | None]:
-        """Return the injection of the prelude's output (…, D): what mixers add (…, U), and ``e`` (…, E)."""
+    def inject(
+        self,
+        c_BLD: Tensor,
+        weights: WeightCache,
+        *,
+        window: Window | None = None,
+        ids_BL: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the injection of the prelude's output (…, D): what mixers add (…, U), and ``e`` (…, E).
+
+        Given the tokens of a window, what mixers add is a table with one row per word, (V, U), where the
+        mixers support that and it costs less.
+        """
+        if window is not None and ids_BL is not None and self._injects_by_word(window, tokens=ids_BL.numel()):
+            c_BLD = scaled(self.embedding.weight, self.spec.embedding_scale)
         with weights.activate():
             e, u = self.injection.source(c_BLD), self.injection.projected(c_BLD)
         return u, None if e is None else e.to(self.stream_dtype)
@@ -236,9 +250,8 @@ class ImplicitLM(ModelParts):
     def _injects_by_word(self, window: Window, *, tokens: int) -> bool:
         """Whether the mixers read the injection of this window from a table with one row per word."""
         plain = self.prelude is None and self.prelude_norm is None and self.spec.injection.adds_to_projections
-        supported = plain and all(
-            block.mixer.supports_injection_table(window) for block in self.backbone.blocks()
-        )
+        layers: list[Any] = [*self.backbone.layers]
+        supported = plain and all(layer.mixer.supports_injection_table(window) for layer in layers)
         return supported and pays_by_token(self.embedding, tokens)
 
     def initial_point(self, x_BLD: Tensor, c_BLD: Tensor, positions_BL: Tensor) -> Tensor:
@@ -284,6 +297,32 @@ class ImplicitLM(ModelParts):
             self.depth, spec.depth, device=self.embedding.weight.device, training=self.training
         )
         self.objective = None if spec.objective.kind == "last" else build(spec.objective)
+
+
+def search_plan(
+    model: ImplicitLM, search: SearchOptions | None, *, batch_size: int, trace: bool
+) -> SearchPlan:
+    """Return how a call of a model searches; draws the number of loops where it is random."""
+    solver, stopping = model.search_config(search)
+    loops = loop_counts(model, batch_size, search)
+    trajectory = () if search is None else tuple(search.trajectory)
+    if model.training and model.objective is not None:
+        most = stopping.max_iterations if loops is None else loops.maximum
+        trajectory = tuple(sorted({*trajectory, *model.objective.iterates(most)}))
+    return SearchPlan(solver, stopping, search, loops, trajectory, trace)
+
+
+def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None = None) -> LoopCounts | None:
+    """Return the number of loops of a call; None: the stopping rule ends them."""
+    if search is not None and search.loops is not None:
+        return LoopCounts.of(search.loops)
+    if model.training:
+        if model.depth is None or isinstance(model.spec.depth, UntilConvergedSpec):
+            return None
+        loops = model.depth.sample(batch_size, device=model.embedding.weight.device)
+        return None if loops is None else LoopCounts(loops)
+    criterion = exit_spec(model, search)
+    return LoopCounts(criterion.loops) if isinstance(criterion, FixedExitSpec) else None
 
 
 def _check_start(start: Tensor, like_BLC: Tensor) -> Tensor:

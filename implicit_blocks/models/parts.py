@@ -9,7 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -220,7 +220,10 @@ class ModelParts(TrainingMethods, nn.Module):
         With one state per loop the layers of the core are repeated, loop after loop.
         """
         stacks = [(self.prelude, 1), (self.backbone, self.core_loops), (self.coda, 1)]
-        return [block for stack, times in stacks if stack is not None for block in stack.blocks() * times]
+        layers: list[Any] = [
+            layer for stack, times in stacks if stack is not None for layer in [*stack.layers] * times
+        ]
+        return layers
 
     @property
     def truncates(self) -> bool:

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks.depths import UntilConvergedSpec
-from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.gradients import LastLoops
 from implicit_blocks.interfaces import Solver, State
-from implicit_blocks.models.parts import OutputMap
+from implicit_blocks.models.parts import ModelWeights, OutputMap, Prepared
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
 from implicit_blocks.search.loops import LoopCounts
@@ -24,6 +22,7 @@ from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.search.search import Search, solve_fixed_point
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.families import ExitSpec
 
 if TYPE_CHECKING:
     from implicit_blocks.exits.exit import Exit
@@ -43,48 +42,33 @@ class SearchPlan(NamedTuple):
     """The iterates that the call, or the objective in training, reads."""
     trace: bool
 
-    @classmethod
-    def of(
-        cls,
-        model: ImplicitLM,
-        solver: Solver,
-        stopping: Stopping,
-        search: SearchOptions | None,
-        *,
-        batch_size: int,
-        trace: bool,
-    ) -> SearchPlan:
-        """Return the plan of a call; draws the number of loops where it is random."""
-        loops = loop_counts(model, batch_size, search)
-        trajectory = () if search is None else tuple(search.trajectory)
-        if model.training and model.objective is not None:
-            most = stopping.max_iterations if loops is None else loops.maximum
-            trajectory = tuple(sorted({*trajectory, *model.objective.iterates(most)}))
-        return cls(solver, stopping, search, loops, trajectory, trace)
-
 
 def solve_window(
     model: ImplicitLM,
     f: BoundMap,
     start_BLC: Tensor,
-    states: tuple[State, ...],
+    prepared: Prepared,
     *,
-    output: OutputMap,
+    weights: ModelWeights,
     plan: SearchPlan,
     commit: bool = False,
 ) -> tuple[Solution, tuple[State, ...]]:
     """Find ``z* = f(z*)`` in a window, and with ``commit`` the states of the core's layers after it.
 
     Committing takes one more call of ``f``, or the last one of a fixed number of loops; so does an evaluation
-    without gradients that searches. ``states`` are those of the core's layers before the window, ``output``
-    leads to the head, for exit criteria that read predictions.
+    without gradients that searches. Exit criteria that read predictions need the prepared window and the
+    weights for the map to the head's input.
     """
+    states = prepared.core
     if model.core_loops > 1 and (commit or f.window.start):
         _check_loops(plan.search, states=model.core_loops)
         return _take_loops_with_states(model, f, start_BLC, states, search=plan.search, commit=commit)
     loops = plan.loops
     final_call = commit or (loops is None and not torch.is_grad_enabled())
-    solution = _solve(model, f, start_BLC, output, plan, final_call=final_call)
+    exit = None
+    if loops is None and not model.training:
+        exit = exit_criterion(model, prepared, weights, start_BLC, plan.search)
+    solution = _solve(model, f, start_BLC, plan, exit=exit, final_call=final_call)
     if not final_call:
         return solution, states
     z_BLC, states = _finish(f, solution.z, states, commit=commit, looped=loops is not None)
@@ -98,9 +82,9 @@ def _solve(
     model: ImplicitLM,
     f: BoundMap,
     start_BLC: Tensor,
-    output: OutputMap,
     plan: SearchPlan,
     *,
+    exit: Exit | None,
     final_call: bool,
 ) -> Solution:
     """Find ``z* = f(z*)``, with the gradient estimator's gradient while gradients are recorded.
@@ -137,28 +121,22 @@ def _solve(
         window_length=(model.spec if model.training else at_evaluation).window_length,
         commit_prefix=None if model.training else at_evaluation.commit_prefix,
         moving_average=None if search is None else search.moving_average,
-        exit=None if model.training else exit_criterion(model, output, start_BLC, search),
+        exit=exit,
         **options,
     )
 
 
-def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None = None) -> LoopCounts | None:
-    """Return the number of loops of a call; None: the stopping rule ends them."""
-    if search is not None and search.loops is not None:
-        return LoopCounts.of(search.loops)
-    if model.training:
-        if model.depth is None or isinstance(model.spec.depth, UntilConvergedSpec):
-            return None
-        loops = model.depth.sample(batch_size, device=model.embedding.weight.device)
-        return None if loops is None else LoopCounts(loops)
-    criterion = _criterion(model, search)
-    return LoopCounts(criterion.loops) if isinstance(criterion, FixedExitSpec) else None
-
-
 def exit_criterion(
-    model: ImplicitLM, output: OutputMap, z_BLC: Tensor, search: SearchOptions | None = None
+    model: ImplicitLM,
+    prepared: Prepared,
+    weights: ModelWeights,
+    z_BLC: Tensor,
+    search: SearchOptions | None = None,
 ) -> Exit | None:
     """Return the exit criterion of evaluation in a window; None: the residual decides."""
+    if exit_spec(model, search).kind in _BY_RESIDUAL_OR_COUNT:
+        return None
+    output = model.output_map(prepared, weights)
     if output.pointwise:
         return _bound_criterion(model, lambda points: model.predict(output(points)), search)
     return _bound_criterion(model, Predictions(output, model.predict, (len(z_BLC), z_BLC.shape[1])), search)
@@ -253,7 +231,12 @@ def _with_last_loop(solution: Solution, loops: int, *, trajectory: Sequence[int]
     )
 
 
-def _criterion(model: ImplicitLM, search: SearchOptions | None) -> Any:
+_BY_RESIDUAL_OR_COUNT = ("residual", "fixed")
+"""Kinds of exit criteria that need nothing of the model."""
+
+
+def exit_spec(model: ImplicitLM, search: SearchOptions | None) -> ExitSpec:
+    """Return the spec of the exit criterion of evaluation: that of the call, if it chooses one."""
     asked = None if search is None else search.exit
     return model.spec.at_evaluation.exit if asked is None else asked
 
@@ -262,8 +245,8 @@ def _bound_criterion(
     model: ImplicitLM, predict: Callable[[Tensor], Tensor], search: SearchOptions | None
 ) -> Exit | None:
     """Return the exit criterion of evaluation, bound to what it reads; None: the residual decides."""
-    spec = _criterion(model, search)
-    if spec.kind in ("residual", "fixed"):
+    spec = exit_spec(model, search)
+    if spec.kind in _BY_RESIDUAL_OR_COUNT:
         return None
     from implicit_blocks.exits.exit import Readout
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.decoding.prompts import needed_ids
-from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.implicit import ImplicitLM, loop_counts
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded
 from implicit_blocks.models.parts import ModelWeights
-from implicit_blocks.models.solving import loop_counts
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.serving.scores import LOWEST
 from implicit_blocks.solution import Solution

@@ -35,8 +35,8 @@ def made(mixer: str, dtype: torch.dtype, monkeypatch, *, first=OVERFLOWS, last=O
             block.mixer.out_proj.parametrizations.weight.original0.mul_(50.0)
     inject = type(model).inject
 
-    def large(self, x_BLD, weights):
-        u, e = inject(self, x_BLD, weights)
+    def large(self, x_BLD, weights, **of_window):
+        u, e = inject(self, x_BLD, weights, **of_window)
         factor = torch.ones(len(u), 1, 1, dtype=u.dtype, device=u.device)
         for row in range(first, min(last + 1, len(u))):
             factor[row] = 0.25 * torch.finfo(dtype).max / float(u.detach()[row].abs().max())
@@ -156,8 +156,8 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
     model = made(mixer, dtype, monkeypatch, first=9).to(device).eval()
     inject = type(model).inject
 
-    def large(self, x_BLD, weights):
-        u, e = inject(self, x_BLD, weights)
+    def large(self, x_BLD, weights, **of_window):
+        u, e = inject(self, x_BLD, weights, **of_window)
         here = (x_BLD == self.embedding.weight[LARGE]).all(-1, keepdim=True)
         most = u.abs().amax(-1, keepdim=True).clamp(min=1e-3)
         factor = 0.25 * torch.finfo(dtype).max / most  # in float32 on a GPU, where autocast divides in it

@@ -26,10 +26,10 @@ from implicit_blocks.exits.calls import FixedExit
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import SlotStates, Solver
 from implicit_blocks.layers import at_least_float32
-from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.implicit import ImplicitLM, loop_counts
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded
-from implicit_blocks.models.solving import exit_of_points, loop_counts
+from implicit_blocks.models.solving import exit_of_points
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
