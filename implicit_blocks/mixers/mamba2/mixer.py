@@ -88,16 +88,15 @@ class Mamba2(Mixer):
         super().__init__()
         spec.check(d_model)
         self.spec, self.initial_state_kind = spec, (Mamba2, spec, d_model)
-        SSD.require(spec.backend)
-        CAUSAL_CONV.require(spec.conv_backend)
+        if (spec.backend, spec.conv_backend) != (AUTO, AUTO):  # named: they must be installed
+            SSD.require(spec.backend)
+            CAUSAL_CONV.require(spec.conv_backend)
         self.d_inner = spec.expand * d_model
         self.n_heads, self.n_groups = self.d_inner // spec.head_dim, spec.n_groups
         self.conv_width = self.d_inner + 2 * spec.n_groups * spec.d_state
         self.in_proj = Linear(d_model, self.injection_width, bias=spec.bias)
         self.conv = DepthwiseConv(self.conv_width, spec.d_conv, bias=spec.conv_bias)
-        self.A_log = nn.Parameter(torch.empty(self.n_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.n_heads))
-        self.D = nn.Parameter(torch.empty(self.n_heads))
+        self.A_log, self.dt_bias, self.D = (nn.Parameter(torch.empty(self.n_heads)) for _ in range(3))
         self.norm = RMSNorm(self.d_inner, eps=spec.norm_eps, groups=spec.norm_groups or spec.n_groups)
         self.out_proj = Linear(self.d_inner, d_model, bias=spec.bias)
         self.reset_parameters()
@@ -143,10 +142,9 @@ class Mamba2(Mixer):
 
     def prepare(self, window: Window) -> Mamba2Context:
         """Return the indices of the convolution's next tail, and the documents around the window."""
-        taps = self.spec.d_conv
         if window.part is None and window.valid_BT is None and window.documents_BT is None:
             return Mamba2Context(window.start == 0, u_rows_BL=window.u_rows_BL)
-        return window.once(("mamba2", taps), lambda: _context(window, taps))
+        return window.once(("mamba2", self.spec.d_conv), lambda: _context(window, self.spec.d_conv))
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
