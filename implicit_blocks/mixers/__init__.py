@@ -5,7 +5,7 @@ Importing this package imports no torch; the mixers' classes are imported on fir
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -264,7 +264,7 @@ class AttentionSpec(MixerSpec):
         return self.head_dim or d_model // self.n_heads
 
     @property
-    def is_causal(self) -> bool:
+    def is_causal(self) -> bool:  # type: ignore[override]  # a field decides
         """Whether tokens attend only to themselves and earlier tokens."""
         return self.causal
 
@@ -360,6 +360,8 @@ class AttentionSpec(MixerSpec):
 class GridConvSpec(MixerSpec):
     """A gated convolution over a board whose cells are the tokens: for puzzles, not for text or decoding."""
 
+    is_causal: ClassVar[bool] = False
+
     kind: Literal["grid_conv"] = "grid_conv"
     columns: PositiveInt | None = None
     """Columns of the board; null: boards are square, and their size follows from the number of tokens."""
@@ -378,11 +380,6 @@ class GridConvSpec(MixerSpec):
             )
             raise field_error(message, "kernel_size", value=self.kernel_size)
         return self
-
-    @property
-    def is_causal(self) -> bool:
-        """False: a cell's output depends on cells after it."""
-        return False
 
     def inner_width(self, d_model: int) -> int:
         """Return the inner width E."""
@@ -421,7 +418,7 @@ class HybridSpec(MixerSpec):
     """The mixers, two or more; each has its own part of the injection and its own state."""
 
     @property
-    def is_causal(self) -> bool:
+    def is_causal(self) -> bool:  # type: ignore[override]  # the parts decide
         """Whether all mixers are causal."""
         return all(mixer.is_causal for mixer in self.mixers)
 

@@ -293,9 +293,9 @@ class ImplicitLM(ModelParts):
         self.solver, self.gradient, self.stopping = build(spec.solver), build(spec.gradient), spec.stopping
         self.evaluation_solver = build(spec.at_evaluation.solver)
         self.evaluation_stopping, self.core_loops = spec.evaluation_stopping, spec.state_loops
-        self.depth = following_depth(
-            self.depth, spec.depth, device=self.embedding.weight.device, training=self.training
-        )
+        if self.depth is not None or spec.depth.kind != "until_converged":
+            device = self.embedding.weight.device
+            self.depth = following_depth(self.depth, spec.depth, device=device, training=self.training)
         self.objective = None if spec.objective.kind == "last" else build(spec.objective)
 
 

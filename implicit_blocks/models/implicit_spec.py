@@ -237,14 +237,12 @@ def _check_solvers(spec: ImplicitLMSpec) -> None:
 
 def _check_ends(spec: ImplicitLMSpec) -> None:
     """Check the widths of the injection and of the start, and the mixers that add an injection."""
-    try:
-        spec.injection.check(spec.d_model, spec.core_width)
-    except ValueError as error:
-        raise field_error(str(error), "injection", value=spec.injection) from None
-    try:
-        spec.start.check(spec.d_model, spec.core_width)
-    except ValueError as error:
-        raise field_error(str(error), "z_init", value=spec.start) from None
+    ends = (("injection", spec.injection), ("z_init", spec.start))
+    for place, end in ends if spec.d_model != spec.core_width else ():  # every kind supports equal widths
+        try:
+            end.check(spec.d_model, spec.core_width)
+        except ValueError as error:
+            raise field_error(str(error), place, value=end) from None
     if not (spec.injection.injects or spec.start.depends_on_tokens or spec.core_residual):
         message = (
             f"with injection {spec.injection.kind!r} only the start of the loop depends on the tokens, and "
@@ -290,6 +288,8 @@ def _check_objective(spec: ImplicitLMSpec) -> None:
     if spec.objective.needs_gate and not spec.exit_gate:
         message = f"objective {spec.objective.kind!r} reads the exit gate; set exit_gate: true"
         raise field_error(message, "objective", value=spec.objective)
+    if not spec.objective.reads_iterates:
+        return
     until_converged = spec.depth.kind == "until_converged"
     most = spec.stopping.max_iterations if until_converged else spec.depth.maximum_loops()
     latest = spec.objective.latest_iterate

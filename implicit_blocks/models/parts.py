@@ -197,6 +197,7 @@ class ModelParts(TrainingMethods, nn.Module):
         """Whether a mixer sees later tokens."""
         self.injection: Injection | None = None
         self.depth: Depth | None = None
+        """The number of loops in training; None: the stopping rule ends them."""
         self.agree: Agreement | None = None
         """How ranks that must make equally many iterations agree to stop; None: each rank stops alone."""
 
@@ -335,6 +336,13 @@ class ModelParts(TrainingMethods, nn.Module):
         """Return logits ``E z`` with the model's scale and soft cap: ``c · tanh(s E z / c)``."""
         logits, cap = scaled(logits, self.spec.logit_scale), self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any, **options: Any
+    ) -> None:
+        if self.depth is None:  # the weights may come from a model with a random depth
+            state_dict.pop(f"{prefix}depth.draws", None)
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
 
     def check_tokens(self, input_ids: Tensor) -> None:
         """Raise ValueError for tensors other than token IDs of this model, (B, L)."""

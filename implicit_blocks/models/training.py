@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from implicit_blocks.depths.depth import Depth
+from implicit_blocks.depths.depth import Depth, following_depth
 from implicit_blocks.models.map_graphs import MapGraphs
 from implicit_blocks.models.stack import Stack
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.quantized import QuantizedWeights
 
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
@@ -23,6 +24,7 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 class TrainingMethods(nn.Module):
     """Switches and parameter groups of a model whose layers are in stacks: prelude, core, coda."""
 
+    spec: ImplicitLMSpec | ExplicitLMSpec
     embedding: nn.Embedding
     backbone: Stack
     depth: Depth | None
@@ -101,11 +103,11 @@ class TrainingMethods(nn.Module):
 
         The count of random depths is in the state dict since the first phase of a run that has one.
         """
-        if self.depth is None:
-            return set()
-        if "depth.draws" in names:
+        if "depth.draws" in names and isinstance(self.spec, ImplicitLMSpec):
+            device = self.embedding.weight.device
+            self.depth = following_depth(self.depth, self.spec.depth, device=device, training=self.training)
             self.depth.count_draws()
-            self.depth.to(self.embedding.weight.device)
+            self.depth.to(device)
         return {"depth.draws"} & (self.state_dict().keys() - set(names))
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -186,10 +186,9 @@ class MixerSpec(_LayerPartSpec):
     family: ClassVar[str] = "mixer"
     builds: ClassVar[str | None] = "implicit_blocks.interfaces:Mixer"
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether a token's output is independent of later tokens; windows and decoding require it."""
-        return True
+    is_causal: ClassVar[bool] = True
+    """Whether a token's output is independent of later tokens; windows and decoding require it. A property
+    where a field decides."""
 
     @property
     def divides_sequences(self) -> bool:
@@ -270,7 +269,7 @@ class InjectionSpec(ComponentSpec):
     """Whether the iterated map reads the prelude's output; else only its start can."""
 
     def check(self, d_model: int, core_width: int) -> None:
-        """Check that the injection supports the widths of the model and of its core.
+        """Check that the injection supports different widths of the model and of its core.
 
         Raises:
             ValueError: it does not; names both widths.
@@ -311,7 +310,7 @@ class ObjectiveSpec(ComponentSpec):
 
     @property
     def latest_iterate(self) -> int | None:
-        """The largest number of loops whose iterate the loss names. None: it names none."""
+        """The largest number of loops whose iterate the loss names, if it reads iterates. None: none."""
         return None
 
 
@@ -374,7 +373,7 @@ class StartSpec(ComponentSpec):
     """Seed of all noise in evaluation; in training noise comes from torch's global generator."""
 
     def check(self, d_model: int, core_width: int) -> None:
-        """Check that the kind supports a core whose width may differ from that of the stream around it.
+        """Check that the kind supports a core whose width differs from that of the stream around it.
 
         Raises:
             ValueError: it does not; names both widths.
