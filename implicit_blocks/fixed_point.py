@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks._utils.describe import shape_and_type
-from implicit_blocks._utils.validation import require_part
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
 from implicit_blocks.ops.backends import is_transformed
@@ -22,6 +21,7 @@ from implicit_blocks.search.search import solve_fixed_point
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.base import require_part
 
 
 class FixedPoint(nn.Module):

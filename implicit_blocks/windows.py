@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.padding import PaddingPermutation, of_last_real
-from implicit_blocks._utils.validation import require_count
+from implicit_blocks.specs.base import require_count
 
 if TYPE_CHECKING:
     from implicit_blocks.interfaces import State

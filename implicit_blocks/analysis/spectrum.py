@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map
+from implicit_blocks.specs.base import require_count
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.decoding.generated import CallStatistics, Generated, Step
 from implicit_blocks.decoding.processors import (
     Criteria,
@@ -36,6 +35,7 @@ from implicit_blocks.decoding.slots.in_flight import decodes_in_flight
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs.base import require_count
 
 
 class Options(SearchKwargs, total=False):

@@ -11,9 +11,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs
+from implicit_blocks.specs.base import require_count
 
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 

@@ -16,8 +16,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.ops.noise import gumbel_at, keys_at
+from implicit_blocks.specs.base import require_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.exits.exit import Exit
+from implicit_blocks.specs.base import require_count
 
 
 class ResidualExit(Exit):

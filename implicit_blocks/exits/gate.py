@@ -13,8 +13,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_share
 from implicit_blocks.exits.exit import Exit
+from implicit_blocks.specs.base import require_share
 
 
 def exit_distribution(gate_logits_NBL: Tensor) -> Tensor:

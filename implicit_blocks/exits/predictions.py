@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.exits.exit import UNDECIDED, Exit, Readout
+from implicit_blocks.specs.base import require_count
 
 PART = 1024
 """Points whose logits are in memory together, where each is read alone."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_part
 from implicit_blocks.gradients.diverged import call_at_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solver
 from implicit_blocks.ops.backends import first_derivatives_only
@@ -16,6 +15,7 @@ from implicit_blocks.search.search import Search
 from implicit_blocks.solution import Adjoint, Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.base import require_part
 
 
 class ImplicitFunction(GradientEstimator):

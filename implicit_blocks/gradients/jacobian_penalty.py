@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count, require_part
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.gradients.phantom import Phantom
 from implicit_blocks.gradients.unrolled import Unrolled
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.search.loop import still_at_padding
 from implicit_blocks.solution import Solution, narrow, norm
+from implicit_blocks.specs.base import require_count, require_part
 
 
 class JacobianPenalty(GradientEstimator):

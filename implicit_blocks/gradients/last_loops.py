@@ -15,12 +15,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.search.agreement import Agreement, fixed_budget
 from implicit_blocks.search.loops import LoopCounts, run_loops
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs.base import require_count
 
 
 class LastLoops(GradientEstimator):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, SteppingMap
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs.base import require_count, require_share
 
 
 class Phantom(GradientEstimator):

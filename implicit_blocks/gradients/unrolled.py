@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.search.loop import point_and_state, still_at_padding
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs.base import require_count
 
 
 class Unrolled(GradientEstimator):

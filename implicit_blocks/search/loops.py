@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, SteppingMap
 from implicit_blocks.search.agreement import Agreement, fixed_budget
+from implicit_blocks.specs.base import require_count
 
 Count = int | Tensor
 

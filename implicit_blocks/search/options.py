@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
-from implicit_blocks._utils.validation import require_count, require_part, require_share
 from implicit_blocks.specs import ExitSpec, SolverSpec, Stopping
-from implicit_blocks.specs.base import Spec, validate
+from implicit_blocks.specs.base import Spec, require_count, require_part, require_share, validate
 from implicit_blocks.specs.errors import format_error
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.describe import described
-from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import (
     GradientEstimator,
@@ -35,6 +34,7 @@ from implicit_blocks.search.two_stages import search_in_two_stages
 from implicit_blocks.search.windowed import WindowedSearch
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.base import require_count, require_share
 
 
 @dataclass

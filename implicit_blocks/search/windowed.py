@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, SequenceMap, Solver
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
+from implicit_blocks.specs.base import require_count
 
 if TYPE_CHECKING:
     from implicit_blocks.search.search import Search

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from implicit_blocks._utils.validation import require_count
+from implicit_blocks.specs.base import require_count
 
 KEY_VARIABLE = "IMPLICIT_BLOCKS_API_KEY"
 """The environment variable with the API key, which unlike an argument does not appear in process lists."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.solution import Solution, difference, narrow, norm
+from implicit_blocks.specs.base import require_count, require_share
 
 if TYPE_CHECKING:
     from implicit_blocks.search.search import Search

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.solution import narrow, norm
+from implicit_blocks.specs.base import require_count
 
 GROWTH = 100.0
 """The memory is cleared when the residual exceeds the lowest one by this factor. Broyden's residuals increase

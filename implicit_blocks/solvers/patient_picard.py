@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.solution import difference, narrow, norm
+from implicit_blocks.specs.base import require_count, require_share
 
 
 class Patience(NamedTuple):

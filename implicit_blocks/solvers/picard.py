@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks._utils.validation import require_share
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.specs.base import require_share
 
 
 class Picard(Solver):

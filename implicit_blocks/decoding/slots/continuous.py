@@ -15,7 +15,6 @@ from typing import Unpack
 
 import torch
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.decoding.generated import CallStatistics
 from implicit_blocks.decoding.prompts import (
@@ -43,6 +42,7 @@ from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs.base import require_count
 
 
 class ContinuousDecoder:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks._utils.validation import require_count
 from implicit_blocks.decoding.slots.batch import SlotBatch, commit_prompts, encode_window
 from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.mixers.attention.state import AttentionState
+from implicit_blocks.specs.base import require_count
 from implicit_blocks.windows import SequenceState
 
 Key = tuple[float | None, int | None, tuple[int, ...]]

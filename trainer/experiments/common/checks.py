@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from implicit_blocks._utils.own_parts import install_extra
-from implicit_blocks._utils.validation import require_count
+from implicit_blocks.specs.base import require_count
 
 
 def reject_option_conflicts(changes: Iterable[str], options: Mapping[str, str]) -> None:

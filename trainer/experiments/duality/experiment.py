@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.devices import choose_device
-from implicit_blocks._utils.validation import require_share
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import ImplicitLMSpec
+from implicit_blocks.specs.base import require_share
 from trainer.data.source import IGNORED, Batch
 from trainer.experiments.common.checks import require_counts, require_tolerances
 from trainer.experiments.common.runs import evaluation_batch, find_trained_run, load_trained_model
