@@ -20,29 +20,36 @@ from implicit_blocks.ops.backends import without_autocast
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST = 1e-30  # lower bound of the largest entry, so that rows of zeros have a valid scale
-UNIT = 16  # widths of the factors must be multiples of this
+UNIT = 16  # matrix units need multiples of this; rows of a weight are padded
 NARROWEST = 512
 """Smallest number of inputs and outputs: narrower products are limited by memory traffic."""
 CAPABILITY = (8, 9)  # of the first GPUs with matrix units for 8-bit floats
 
 
 class Float8Weight(NamedTuple):
-    """``codes`` (N, K) e4m3 times ``scales`` (N,) float32; products with it are in ``dtype``."""
+    """``codes`` (N, K) e4m3 times ``scales`` (N,) float32; products with it are in ``dtype``.
+
+    Matrix units need multiples of 16 rows: others are followed by rows of zeros, which are not counted.
+    """
 
     codes: Tensor
     scales: Tensor
     dtype: torch.dtype
+    rows: int
+    """N, without the rows of zeros."""
 
     @classmethod
     def like(cls, weight: Tensor) -> Float8Weight:
         """Return room for the codes of a weight, (N, K)."""
-        codes = torch.empty(weight.shape, dtype=E4M3, device=weight.device)
-        scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-        return cls(codes, scales, weight.dtype)
+        rows, columns = weight.shape
+        padded = rows + -rows % UNIT
+        codes = torch.zeros(padded, columns, device=weight.device).to(E4M3)
+        scales = torch.ones(padded, dtype=torch.float32, device=weight.device)
+        return cls(codes, scales, weight.dtype, rows)
 
     def wide(self) -> Tensor:
-        """Return the dequantized weight in float32."""
-        return self.codes.float() * self.scales[:, None]
+        """Return the dequantized weight in float32, (N, K)."""
+        return (self.codes.float() * self.scales[:, None])[: self.rows]
 
 
 def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,11 +70,16 @@ def float8_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tenso
 
 
 def float8_product(codes: Tensor, scales: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
-    """Return the product with a weight, (…, N), given codes (…, K) and scales (…, 1) of the other factor."""
+    """Return the product with a weight, (…, N), given codes (…, K) and scales (…, 1) of the other factor.
+
+    Where the weight has rows of zeros, the product is a view of the first N of its columns.
+    """
     with without_autocast(codes.device.type):
         if not codes.is_cuda:
             wide = None if bias is None else bias.float()
             return F.linear(codes.float() * scales, weight.wide(), wide).to(weight.dtype)
+        if bias is not None and len(bias) < len(weight.codes):
+            bias = F.pad(bias, (0, len(weight.codes) - len(bias)))
         product: Tensor = torch._scaled_mm(
             codes.flatten(0, -2),
             weight.codes.t(),
@@ -77,7 +89,8 @@ def float8_product(codes: Tensor, scales: Tensor, weight: Float8Weight, bias: Te
             out_dtype=weight.dtype,
             use_fast_accum=True,
         )
-    return product.view(*codes.shape[:-1], len(weight.codes))
+    product = product.view(*codes.shape[:-1], len(weight.codes))
+    return product if len(weight.codes) == weight.rows else product[..., : weight.rows]
 
 
 @torch.no_grad()
@@ -96,8 +109,8 @@ def quantize_(weights: list[Float8Weight], sources: list[Tensor]) -> None:
         return
     for weight, source in zip(weights, sources, strict=True):
         codes, scales = quantized_rows(source)
-        weight.codes.copy_(codes)
-        weight.scales.copy_(scales[:, 0])
+        weight.codes[: weight.rows].copy_(codes)
+        weight.scales[: weight.rows].copy_(scales[:, 0])
 
 
 def device_obstacle(device: torch.device) -> str | None:
@@ -117,8 +130,8 @@ def weight_obstacle(weight: Tensor) -> str | None:
     """Return the reason why a weight (N, K) is not quantized, or None."""
     if weight.ndim != 2:
         return f"a weight of {weight.ndim} dimensions is not quantized"
-    if any(width % UNIT for width in weight.shape):
-        return f"shape {tuple(weight.shape)} is not divisible by {UNIT}"
+    if weight.shape[1] % UNIT:
+        return f"the width of shape {tuple(weight.shape)} is not divisible by {UNIT}"
     if weight.is_cuda and weight.dtype not in (torch.bfloat16, torch.float16):
         return f"the product would be in {weight.dtype}; 16-bit precision is required"
     if weight.is_cuda and min(weight.shape) < NARROWEST:

@@ -92,12 +92,12 @@ def _after(
     sizes: list[int],
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
+    from implicit_blocks.ops.kernels import mamba2_conv, mamba2_parts, mamba2_walk
 
     shape = sizes_of(sizes, eps)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u)
-        conv = mamba2_parts.conv_forward(
+        conv = mamba2_conv.conv_forward(
             projected, added, conv_weight, conv_bias, first=shape.inner, tail_BWC=tail
         )
         steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=True)

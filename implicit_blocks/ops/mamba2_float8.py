@@ -50,10 +50,15 @@ def mamba2_float8(
         out_bias_D: the bias of the output projection, or None.
 
     """
+    length = projected_BLU.shape[1]
     note("mamba2 between its projections", "our Triton kernels")
     u = as_added(u, projected_BLU, rows_BL)
+    if projected_BLU.stride(2) != 1 or projected_BLU.stride(0) != length * projected_BLU.stride(1):
+        projected_BLU = (
+            projected_BLU.contiguous()
+        )  # others are wider rows, of which the last columns are left out
     out: Tensor = _mix(
-        projected_BLU.contiguous(),
+        projected_BLU,
         u,
         None if rows_BL is None else rows_BL.contiguous(),
         conv_weight_CW,
@@ -98,7 +103,7 @@ def _mix(
         codes = mamba2_parts.gated_norm_forward(
             y, projected, added, norm_weight, eps=eps, groups=shape.norm_groups, scales_BL=scales
         )
-        weight = Float8Weight(out_codes, out_scales, projected.dtype)
+        weight = Float8Weight(out_codes, out_scales, projected.dtype, len(out_codes))
         return float8_product(codes, scales, weight, out_bias)
 
 

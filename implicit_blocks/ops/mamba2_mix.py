@@ -175,9 +175,9 @@ def scanned(
     return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scan's output, (B, L, I), and the state if requested; outside autocast."""
-    from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
+    from implicit_blocks.ops.kernels import mamba2_conv, mamba2_walk
 
-    conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
+    conv = mamba2_conv.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
     by_block = not _one_chunk(projected.shape[1], shape)
     steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=by_block)
     if by_block and not _walks(projected, shape):
@@ -221,7 +221,7 @@ def _mix_backward(
     eps: float,
 ) -> list[Tensor]:
     """Return the gradients of the projection, six parameters, and the output projection if given."""
-    from implicit_blocks.ops.kernels import mamba2_parts
+    from implicit_blocks.ops.kernels import mamba2_conv, mamba2_parts
 
     shape = sizes_of(sizes, eps)
     with without_autocast("cuda"):
@@ -246,13 +246,13 @@ def _mix_backward(
             of_projection.append(dout.flatten(0, 1).sum(0))
         del dnormed
         # Recomputed rather than saved: a convolved window is a sixth of a layer's activations.
-        conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
+        conv = mamba2_conv.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
         scan_backward = _one_chunk_backward if _one_chunk(projected.shape[1], shape) else _scan_backward
         dconv, ddt, dt_bias_sum, dA_log, dD = scan_backward(
             dy, y, conv, projected, added, dt_bias, A_log, D, shape
         )
         dprojected[..., -shape.n_heads :] = ddt
-        dweight, dbias = mamba2_parts.conv_backward(
+        dweight, dbias = mamba2_conv.conv_backward(
             dconv, projected, added, conv_weight, conv_bias, dprojected, first=shape.inner
         )
         given = (conv_weight, conv_bias, dt_bias, A_log, D, norm_weight)

@@ -101,7 +101,7 @@ def _parts(value: object) -> list[tuple[Tensor, torch.dtype]]:
     if isinstance(value, Tensor):
         return [(value, value.dtype)]
     if isinstance(value, Float8Weight):
-        return [(value.codes, value.dtype)]
+        return [(value.codes[: value.rows], value.dtype)]
     return [part for each in value for part in _parts(each)] if isinstance(value, tuple) else []
 
 

@@ -19,6 +19,7 @@ pytestmark = [
 
 MODELS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=64, head_dim=64), "n_layers": 2},
+    "mamba2_padded": {"mixer": ib.Mamba2Spec(d_state=64, head_dim=128), "n_layers": 2},  # 2184 columns
     "mamba2_groups": {"mixer": ib.Mamba2Spec(d_state=64, head_dim=64, n_groups=2), "n_layers": 2},
     "attention": {"mixer": ib.AttentionSpec(n_heads=8), "mlp": ib.SwiGLUSpec(d_ff=1365), "n_layers": 2},
 }
@@ -68,18 +69,19 @@ def test_weights_are_quantized_as_by_the_reference(dtype):
         assert relative(weight.wide(), source) < 0.04
 
 
+@pytest.mark.parametrize("rows", [1040, 1048])
 @pytest.mark.parametrize("bias", [False, True])
-def test_products_equal_those_of_the_dequantized_factors(bias):
+def test_products_equal_those_of_the_dequantized_factors(bias, rows):
     x = torch.randn(3, 40, 512, device="cuda", dtype=torch.bfloat16)
-    source = torch.randn(1040, 512, device="cuda", dtype=torch.bfloat16)
-    offset = torch.randn(1040, device="cuda", dtype=torch.bfloat16) if bias else None
+    source = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+    offset = torch.randn(rows, device="cuda", dtype=torch.bfloat16) if bias else None
     weight = float8.Float8Weight.like(source)
     float8.quantize_([weight], [source])
     found = float8.float8_linear(x, weight, offset)
     codes, scales = float8.quantized_rows(x)
     expected = (codes.float() * scales) @ weight.wide().mT
     expected = expected if offset is None else expected + offset.float()
-    assert found.shape == (3, 40, 1040)
+    assert found.shape == (3, 40, rows)
     assert found.dtype == torch.bfloat16
     assert relative(found, expected) < 5e-3
 

@@ -24,7 +24,8 @@ def quantize_all(
 ) -> None:
     """Write the codes of each source and the scales of its rows; contiguous tensors of one type on one GPU.
 
-    The largest entry of a row, which is at least ``smallest``, has the code ``largest``.
+    The largest entry of a row, which is at least ``smallest``, has the code ``largest``. Codes may have more
+    rows than the source, which stay as they are.
     """
     entries = []
     for source, codes, scales in zip(sources_NK, codes_NK, scales_N, strict=True):

@@ -58,6 +58,7 @@ def step_sizes(
             a,
             length,
             heads,
+            projected_BLU.stride(1),
             width,
             **added.constants(),
             TOKENS=tokens,
@@ -115,7 +116,7 @@ def constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
 
 @triton.jit
 def _step_sizes(
-    p_ptr, u_ptr, rows_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, width,
+    p_ptr, u_ptr, rows_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, stride, width,
     HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -123,7 +124,8 @@ def _step_sizes(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = (token < L)[:, None] & (head < H)[None, :]
     place, column = (row * L + token)[:, None], (width - H + head)[None, :]
-    raw = _load_sum(p_ptr, u_ptr, rows_ptr, place, (token < L)[:, None], width, column, mask, HAS_U, HAS_ROWS)
+    real = (token < L)[:, None]
+    raw = _load_sum(p_ptr, u_ptr, rows_ptr, place, real, stride, width, column, mask, HAS_U, HAS_ROWS)
     raw += tl.load(bias_ptr + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
     grown = tl.exp(tl.minimum(raw, 20.0))
     more = 1.0 + grown  # corrects the rounding of 1 + e in log(1 + e)
