@@ -132,9 +132,11 @@ class Loop:
                 fz = ahead
                 self.state = self.state._replace(z=proposed, solver=proposed_state)
             else:
-                fz = None
+                f = self.f
                 self.state = self.freeze(proposed, proposed_state)
                 self.shrink(remaining, rows)
+                # Rows do not see each other, so the values of active ones are those of the frozen state.
+                fz = ahead if self.leading == 1 and self.exit is None and self.f is f else None
             if self.iterates is not None and iteration in self.iterates:
                 self.iterates.add(iteration, self.state.z, self.results)
         found: State | FullResults = self.state
