@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from torch.nn.utils import parametrize
 
+from implicit_blocks._utils.module_hooks import has_hooks
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import is_transformed
-from implicit_blocks.ops.float8 import Float8Weight, float8_linear
+from implicit_blocks.ops.float8 import Float8Weight, float8_linear, float8_swiglu
 from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weights.computed_weight import ComputedWeight
 
@@ -175,8 +176,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, z_BLD: Tensor) -> Tensor:
         """Map each token, (B, L, D) to (B, L, D)."""
-        hidden: Tensor = F.silu(self.gate_proj(z_BLD)) * self.up_proj(z_BLD)
-        out: Tensor = self.out_proj(hidden)
+        gate, up = self.gate_proj(z_BLD), self.up_proj(z_BLD)
+        weight, bias = getattr(self.out_proj, "cached", None) or (None, None)
+        if isinstance(weight, Float8Weight) and not has_hooks(self.out_proj):
+            return float8_swiglu(gate, up, weight, bias)
+        out: Tensor = self.out_proj(F.silu(gate) * up)
         return out
 
     def output_projections(self) -> Sequence[nn.Module]:

@@ -93,6 +93,33 @@ def float8_product(codes: Tensor, scales: Tensor, weight: Float8Weight, bias: Te
     return product if len(weight.codes) == weight.rows else product[..., : weight.rows]
 
 
+def float8_swiglu(gate: Tensor, up: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
+    """Return ``W (silu(gate) · up) + b``, (…, N), given (…, K) each, with quantized rows of the product.
+
+    On a GPU by one pass over both, where a compiler's kernel would read them twice: for the largest entry of
+    a row, and for its codes.
+    """
+    if not gate.is_cuda:
+        return float8_linear(F.silu(gate) * up, weight, bias)
+    codes, scales = _swiglu(gate.contiguous(), up.contiguous())
+    return float8_product(codes, scales, weight, bias)
+
+
+@torch.library.custom_op("implicit_blocks::float8_swiglu", mutates_args=())
+def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    from implicit_blocks.ops.kernels.float8 import swiglu
+
+    codes = torch.empty_like(gate, dtype=E4M3)
+    scales = torch.empty(*gate.shape[:-1], 1, dtype=torch.float32, device=gate.device)
+    swiglu(gate, up, codes, scales, largest=LARGEST, smallest=SMALLEST)
+    return codes, scales
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate, dtype=E4M3), gate.new_empty(*gate.shape[:-1], 1, dtype=torch.float32)
+
+
 @torch.no_grad()
 def quantize_(weights: list[Float8Weight], sources: list[Tensor]) -> None:
     """Write the quantized rows of each source, (N, K), into ``weights``; on a GPU in one launch."""

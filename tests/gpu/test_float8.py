@@ -86,6 +86,18 @@ def test_products_equal_those_of_the_dequantized_factors(bias, rows):
     assert relative(found, expected) < 5e-3
 
 
+def test_a_swiglu_quantizes_its_product():
+    gate, up = (3 * torch.randn(2, 5, 1376, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(512, 1376, device="cuda", dtype=torch.bfloat16)
+    weight = float8.Float8Weight.like(source)
+    float8.quantize_([weight], [source])
+    found = float8.float8_swiglu(gate, up, weight, None)
+    codes, scales = float8.quantized_rows(torch.nn.functional.silu(gate.float()) * up.float())
+    expected = (codes.float() * scales) @ weight.wide().mT
+    assert found.shape == (2, 5, 512)
+    assert relative(found, expected) < 5e-3
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", MODELS)

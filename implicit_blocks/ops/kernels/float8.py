@@ -1,4 +1,4 @@
-"""Quantization of many weights to 8-bit floats in one launch.
+"""Quantization to 8-bit floats: of many weights in one launch, and of the product within a SwiGLU.
 
 Shapes: N rows, K columns.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,6 +34,47 @@ def quantize_all(
         entries.append(Entry((source, scales, scales, codes), columns, columns, rows, rows))
     for table in tables(entries):
         table.launch(_quantize, LARGEST=largest, SMALLEST=smallest)
+
+
+def swiglu(
+    gate_NK: Tensor, up_NK: Tensor, codes_NK: Tensor, scales_N: Tensor, *, largest: float, smallest: float
+) -> None:
+    """Write the codes and scales of the rows of ``silu(gate) · up``; contiguous tensors (…, K) on one GPU."""
+    columns = gate_NK.shape[-1]
+    block = triton.next_power_of_2(columns)
+    with torch.cuda.device(gate_NK.device):
+        _swiglu[(gate_NK.numel() // columns,)](
+            gate_NK,
+            up_NK,
+            codes_NK,
+            scales_N,
+            columns,
+            LARGEST=largest,
+            SMALLEST=smallest,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+
+
+@triton.jit
+def _swiglu(
+    gate_ptr,
+    up_ptr,
+    codes_ptr,
+    scales_ptr,
+    K,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * K
+    column = tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + first + column, mask=column < K, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + first + column, mask=column < K, other=0.0).to(tl.float32)
+    value = gate * tl.sigmoid(gate) * up
+    scale = tl.maximum(tl.max(tl.abs(value), 0), SMALLEST) / LARGEST
+    tl.store(scales_ptr + tl.program_id(0), scale)
+    tl.store(codes_ptr + first + column, (value / scale).to(codes_ptr.dtype.element_ty), mask=column < K)
 
 
 @triton.jit
