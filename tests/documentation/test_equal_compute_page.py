@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def half(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the program that makes the tables with half a token of text per parameter."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_half.py"))
+    return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_averaged.py"))
 
 
 def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dict[str, Any]) -> None:
@@ -192,6 +193,22 @@ def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dic
     assert {"averaged weights", "5 M: the choice", "once: differences", "mamba2: differences"} <= found.keys()
     for title, text in found.items():
         assert " ".join(text.split()) in PAGE, title
+
+
+def test_averages_make_the_lead_of_llama_smaller(half: dict[str, Any]) -> None:
+    small = [run for run in half["read"]("Llama") if run["parameters"] < 5.4e6]
+    pairs = []
+    for weights in ("last", "averaged"):
+        best_of = partial(min, key=lambda one: one["choice"])
+        found = {
+            side: best_of(run["weights"][weights] for run in small if run["side"] == side)["report"]
+            for side in ("implicit", "explicit")
+        }
+        pairs.append((found["implicit"], found["explicit"], 1 - found["implicit"] / found["explicit"]))
+    (ours, theirs, lead), (better, best, left) = pairs
+    assert f"perplexity of {ours:.2f} and the explicit one {theirs:.2f}" in PAGE
+    assert f"({percent(lead, sign=False)} % below), and {better:.2f} and {best:.2f} with averaged" in PAGE
+    assert f"ones ({percent(left, sign=False)} % below)" in PAGE
 
 
 def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:

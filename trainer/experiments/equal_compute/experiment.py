@@ -302,6 +302,7 @@ def short(row: Mapping[str, Any]) -> dict[str, Any]:
         "report": None if best is None else best["report"]["perplexity"],
         "weights": {
             name: {on: row[key][on]["perplexity"] for on in ("choice", "report")}
+            | ({"decay": row[key]["decay"]} if "decay" in row[key] else {})
             for name, key in (("last", "measured"), ("averaged", "averaged"))
             if row.get(key) is not None
         },

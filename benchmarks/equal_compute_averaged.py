@@ -1,20 +1,19 @@
-"""Tables of the comparison with Muon, averaged weights and late loops: docs/equal_compute.md.
+"""Tables of the comparison with averaged weights, Muon and late loops: docs/equal_compute.md.
 
-    python benchmarks/equal_compute_half.py
+    python benchmarks/equal_compute_averaged.py
 
-Runs with seed 0 chose the recipes; the others are reported. Of last and averaged weights each run has those
-that are better on the text of the choice.
+Runs with seed 0 chose the recipes; the others are reported. Of the last and the averaged weights each run has
+those that are best on the text of the choice.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from equal_compute_scaling import fitted, sentences, series
-from equal_compute_scaling import table as sizes_table
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 from report import RESULTS
 
@@ -23,9 +22,8 @@ from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 FILES = {
+    "Llama": "equal_compute_averaged",
     "5 M": "equal_compute_half",
-    "2 M": "equal_compute_half_small",
-    "10 M": "equal_compute_half_10m",
     "mamba2": "equal_compute_quarter_mamba2",
     "once": "equal_compute_once_late",
 }
@@ -33,10 +31,9 @@ FILES = {
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = (
-    "model", "width", "parameters", "optimizer", "learning rate", "weight decay", "share", "PFLOP", "choice",
-    "report, one per seed", "report", "fixed point", "converged", "8 times the length",
+    "model", "width", "parameters", "optimizer", "learning rate", "weight decay", "share", "average", "PFLOP",
+    "choice", "report, one per seed", "report", "fixed point", "converged", "8 times the length",
 )  # fmt: skip
-
 Runs = Sequence[Mapping[str, Any]]
 
 
@@ -74,6 +71,23 @@ def recipes_table(runs: Runs) -> str:
     return markdown([HEAD, *(_recipe(recipe, rows) for recipe, rows in recipes)])
 
 
+def best_of_each_model(runs: Runs) -> list[Mapping[str, Any]]:
+    """Return, of every model and optimizer, the run with the lowest perplexity on the text of the choice."""
+    best: dict[Any, Mapping[str, Any]] = {}
+    for run in sorted(runs, key=lambda run: run["choice"] or math.inf):
+        recipe = recipe_of(run)
+        best.setdefault((model_of(recipe), recipe.width, recipe.optimizer), run)
+    return list(best.values())
+
+
+def average_of(run: Mapping[str, Any]) -> str:
+    """Return the factor of the average whose weights a run is measured with; "none": the last weights."""
+    averaged = run["weights"].get("averaged")
+    if averaged is None or averaged["choice"] > run["weights"]["last"]["choice"]:
+        return "none"
+    return f"{averaged.get('decay', run['recipe']['average']):g}"
+
+
 def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
     found = [one for one in map(at_fixed_point, runs) if one is not None]
     changes, shares = sorted(change for change, _ in found), sorted(share for _, share in found)
@@ -87,6 +101,7 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
         f"{recipe.learning_rate:g}",
         f"{recipe.weight_decay:g}",
         f"{recipe.share:g}",
+        " ".join(dict.fromkeys(map(average_of, runs))),
         f"{runs[0]['flops'] / 1e15:.2f}",
         f"{mean_perplexity(runs, 'choice'):.2f}",
         " ".join(f"{run['report']:.2f}" for run in runs),
@@ -151,13 +166,6 @@ def averages_table(runs: Runs) -> str:
     return markdown(lines)
 
 
-def sizes() -> tuple[str, str]:
-    """Return the table of sizes and what the lines say; empty with fewer than two sizes."""
-    runs = [run for part in ("2 M", "5 M", "10 M") for run in read(part)]
-    found = series([run for run in runs if not run["recipe"].get("residual_weight")], layers=[1, 2, 1])
-    return (sizes_table(found), sentences(fitted(found))) if len(found) > 1 else ("", "")
-
-
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """Return lines of cells, the first of them the head, as a Markdown table."""
     return "\n".join(
@@ -176,7 +184,7 @@ def tables() -> Iterator[tuple[str, str]]:
         runs = read(part)
         if not runs:
             continue
-        yield f"{part}: the choice", recipes_table(choosing(runs))
+        yield f"{part}: the choice", recipes_table(best_of_each_model(choosing(runs)))
         if reported(runs):
             yield f"{part}: reported seeds", recipes_table(reported(runs))
         if {run["side"] for run in reported(runs)} == {"implicit", "explicit"}:
@@ -184,10 +192,6 @@ def tables() -> Iterator[tuple[str, str]]:
     everything = [run for part in FILES for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)
-    table, lines = sizes()
-    if table:
-        yield "sizes", table
-        yield "lines", lines
 
 
 def main() -> None:
