@@ -30,8 +30,9 @@ def eligible(length: int, taps: int) -> bool:
 
 def mamba2_after(
     projected_BLU: Tensor,
-    u_BLU: Tensor | None,
+    u: Tensor | None,
     *,
+    rows_BL: Tensor | None,
     tail_BWC: Tensor,
     state_BHPN: Tensor,
     conv_weight_CW: Tensor,
@@ -46,7 +47,8 @@ def mamba2_after(
 
     Args:
         projected_BLU: the output of the input projection, in bfloat16 or float16.
-        u_BLU: the injection, added to it; None: nothing.
+        u: the injection, added to it, (B, L, U), or (V, U) with ``rows_BL``; None: nothing.
+        rows_BL: int64, the row of ``u`` of each token; None: ``u`` has one row per token.
         tail_BWC: the W − 1 inputs of the convolution before the window.
         state_BHPN: the state before the window.
         conv_weight_CW: taps, oldest first.
@@ -59,10 +61,10 @@ def mamba2_after(
 
     """
     note("mamba2 between its projections", "our Triton kernels")
-    u_BLU = as_added(u_BLU, projected_BLU, None)
     found: tuple[Tensor, Tensor] = _after(
         projected_BLU.contiguous(),
-        u_BLU,
+        as_added(u, projected_BLU, rows_BL),
+        None if rows_BL is None else rows_BL.contiguous(),
         tail_BWC.contiguous(),
         state_BHPN.contiguous(),
         conv_weight_CW,
@@ -81,6 +83,7 @@ def mamba2_after(
 def _after(
     projected: Tensor,
     u: Tensor | None,
+    rows: Tensor | None,
     tail: Tensor,
     state: Tensor,
     conv_weight: Tensor,
@@ -96,7 +99,7 @@ def _after(
 
     shape = sizes_of(sizes, eps)
     with without_autocast("cuda"):
-        added = mamba2_parts.Added(u)
+        added = mamba2_parts.Added(u, rows)
         conv = mamba2_conv.conv_forward(
             projected, added, conv_weight, conv_bias, first=shape.inner, tail_BWC=tail
         )

@@ -68,6 +68,26 @@ def test_mamba2_continues_as_with_plain_operators(monkeypatch, rows, lengths):
         assert relative(own.h_BHPN, other.h_BHPN) < 0.02
 
 
+def test_training_in_windows_with_an_injection_table_equals_plain_operators(monkeypatch):
+    ids = torch.randint(61, (16, 96), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    for fused in (True, False):
+        model = built("mamba2")
+        spec = model.spec.model_copy(
+            update={"window_length": 32, "stopping": ib.Stopping(tolerance=0.0, max_iterations=12)}
+        )
+        model.reconfigure(spec)
+        if not fused:
+            monkeypatch.setattr(mamba2, "eligible_after", lambda *_: False)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = model.train()(ids, labels=ids)
+        out.loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found.append((out.logits.detach(), gradients))
+    for own, other in zip(*found, strict=True):
+        assert relative(own, other) < 0.05
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize(("length", "keys"), [(256, 512), (256, 1792), (512, 2560)])

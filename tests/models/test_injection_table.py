@@ -8,6 +8,7 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks.injections.projection import pays_by_token
+from implicit_blocks.mixers.mamba2 import mixer
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 
 
@@ -87,6 +88,29 @@ def test_injection_tables_follow_selected_rows_and_committed_prefixes(tables):
         torch.testing.assert_close(f.select_rows(rows)(z[rows]), whole[rows])
         late = f.after(z[:, :8])
         torch.testing.assert_close(late(z[:, 8:]), whole[:, 8:])
+
+
+def test_the_fused_operator_after_committed_tokens_gets_the_rows_of_the_table(tables, monkeypatch):
+    ids = torch.randint(7, (8, 24))
+    model = built().eval()
+    given = {}
+
+    def after(projected, u, *, rows_BL, state_BHPN, **weights):
+        given.update(u=u, rows=rows_BL)
+        return projected[..., : model.backbone.layers[0].mixer.d_inner], state_BHPN
+
+    with torch.no_grad():
+        f, z = model.bind(
+            model.embedding(ids), model.initial_state(8), weights=model.cache_weights(), ids_BL=ids
+        )
+        late = f.after(z[:, :8])
+        monkeypatch.setattr(mixer, "_fusible", lambda *_: True)
+        monkeypatch.setattr(mixer, "eligible_after", lambda *_: True)
+        monkeypatch.setattr(mixer.mamba2_mix, "suits", lambda _: True)
+        monkeypatch.setattr(mixer, "mamba2_after", after)
+        late(z[:, 8:])
+    assert torch.equal(given["rows"], ids[:, 8:])
+    assert given["u"] is f.u_BLU
 
 
 def test_injection_tables_are_used_only_for_small_plain_embeddings():

@@ -208,7 +208,7 @@ class Mamba2(Mixer):
         if not mamba2_mix.suits(projected):
             return None
         if after:
-            return _mixed_after(self, projected, u, state)
+            return _mixed_after(self, projected, u, state, context.u_rows_BL)
         if not return_state and (out := _mixed_in_8_bits(self, projected, u, context)) is not None:
             return out, None, projected
         # With gradients the operator includes the output projection, unless that is wrapped or has hooks.
@@ -334,12 +334,13 @@ def _fusible(mixer: Mamba2, device: torch.device, length: int, plain: bool) -> b
 
 
 def _mixed_after(
-    mixer: Mamba2, projected: Tensor, u: Tensor | None, state: Mamba2State
+    mixer: Mamba2, projected: Tensor, u: Tensor | None, state: Mamba2State, rows_BL: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, state and projection of a window after committed tokens, by the fused operator."""
     mixed, h = mamba2_after(
         projected,
         u,
+        rows_BL=rows_BL,
         tail_BWC=state.conv_BWC,
         state_BHPN=state.h_BHPN,
         conv_weight_CW=mixer.conv.weight,
