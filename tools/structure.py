@@ -77,7 +77,7 @@ ROWS = (
     Row("forward.files", "training pass of a tiny Mamba2 model: files entered", bar=19, target=20),
     Row("forward.changes", "training pass of a tiny Mamba2 model: changes of file", bar=50, target=50),
     Row("step.files", "training step of python -m trainer: files entered", bar=36, target=36),
-    Row("build.files", "spec name to built model: files entered", bar=21, target=18),
+    Row("build.files", "spec name to built model: files entered", bar=19, target=18),
     Row("build.changes", "spec name to built model: changes of file", bar=78),
     Row("token.files", "generated token: files entered", bar=22, target=22),
     Row("circles.module", "import circles at module level", bar=0, target=0),

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import implicit_blocks as ib
-from trainer.specs import phases
+from trainer.specs import run
 from trainer.specs.run import CatbAbISpec, TrainingSpec, WordProblemSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,6 +34,6 @@ def test_the_list_of_fields_that_a_phase_may_change_is_complete() -> None:
     message = words.partition("A phase may change")[2]
     model, training, data = re.split(r"; in `training`|; and in `data`", message.partition("```")[0])
     assert set(re.findall(r"`(\w+)`", model)) == set(ib.ImplicitLMSpec.changeable)
-    assert set(re.findall(r"`(\w+)[`.]", training)) == phases._CHANGEABLE
+    assert set(re.findall(r"`(\w+)[`.]", training)) == run._CHANGEABLE
     changeable = WordProblemSpec.changeable | CatbAbISpec.changeable
     assert set(re.findall(r"`(\w+)`", data)) == changeable

@@ -18,7 +18,7 @@ from implicit_blocks.specs import (
     merge,
 )
 from trainer.specs.run import RunSpec, TokensSpec, WordProblemSpec
-from trainer.specs.schedules import steps_of
+from trainer.specs.training import steps_of
 
 BASE: dict[str, Any] = {
     "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},

@@ -20,7 +20,7 @@ from trainer.specs.run import (
     WarmupLinearSpec,
     WSDSpec,
 )
-from trainer.specs.schedules import steps_of
+from trainer.specs.training import steps_of
 
 
 def constant_sqrt(*, warmup: int, decay: int, final: float, total_steps: int) -> WarmupConstantSqrt:

@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainer.specs.schedules import steps_of
+from trainer.specs.training import steps_of
 
 if TYPE_CHECKING:
-    from trainer.specs.schedules import (
+    from trainer.specs.training import (
         ConstantSpec,
         CosineSpec,
         LinearSpec,

@@ -17,7 +17,6 @@ from implicit_blocks.specs import (
     field_error,
 )
 from implicit_blocks.specs.families import SolverSpec
-from trainer.specs.phases import change_sections
 
 if TYPE_CHECKING:
     from trainer.specs.run import RunSpec
@@ -38,7 +37,7 @@ def check_divided(spec: RunSpec) -> None:
 
     """
     training, own = spec.training, (spec.model, spec.training, spec.data)
-    sections = change_sections(spec.phases, model=spec.model, training=training, data=spec.data) or [own]
+    sections = spec.changed_sections() or [own]
     for name, ranks in (("tensor", training.distributed.tensor), ("context", training.distributed.context)):
         if ranks == 1:
             continue
