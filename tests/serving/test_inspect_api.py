@@ -17,7 +17,7 @@ from implicit_blocks.serving.inspections import Inspections
 from implicit_blocks.serving.jobs import InspectionOrder
 from implicit_blocks.serving.language import Bytes, Numbers
 from implicit_blocks.serving.replay import calls_to_read
-from trainer.data.notation import notation
+from trainer.specs.groups import notation
 
 PROMPT = list(b"Hello")
 

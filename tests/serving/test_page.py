@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 from implicit_blocks.decoding.slots.continuous import ContinuousDecoder
 from implicit_blocks.serving.language import Numbers
-from trainer.data.notation import notation
+from trainer.specs.groups import notation
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

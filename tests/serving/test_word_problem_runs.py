@@ -14,8 +14,8 @@ from implicit_blocks.serving.inspection import inspect
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.server import application, load
 from implicit_blocks.serving.word_problem import word_problem_of
-from trainer.data.notation import notation
 from trainer.run.build import build
+from trainer.specs.groups import notation
 from trainer.specs.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]

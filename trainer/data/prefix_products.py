@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.groups import Algebra
+from trainer.specs.groups import Algebra
 
 Indices = npt.NDArray[np.int64]
 

@@ -20,16 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data import groups
 from trainer.data.describing import check_vocabulary
 from trainer.data.generated import BLOCK, EVALUATION, TRAINING
 from trainer.data.prefix_products import PrefixProducts
 from trainer.data.published_order import PublishedSequence, draw
 from trainer.data.random_tokens import Categorical
 from trainer.data.source import Batch, EndlessSource, EvaluationSet, check_range
+from trainer.specs import groups
 
 if TYPE_CHECKING:
-    from trainer.specs.data import WordProblemSpec
+    from trainer.specs.groups import WordProblemSpec
     from trainer.specs.run import EvaluationSpec
 
 DrawOrder = Literal["fast", "published"]
@@ -45,9 +45,9 @@ class WordProblem:
 
     Args:
         group: a name such as ``"S5"``, ``"A5"``, ``"A5xZ2"``, generators, or a multiplication table; see
-            `trainer.data.groups.group`.
+            `trainer.specs.groups.group`.
         monoid: None, ``"EABX"`` (the published one), or a multiplication table; see
-            `trainer.data.groups.monoid`.
+            `trainer.specs.groups.monoid`.
         identity_probability: p, from 0 to 1; several: they alternate from sequence to sequence.
         draw_order: ``"fast"``, or ``"published"`` to reproduce the published generator's numbers exactly, at
             about a third of the speed; p is then resolved to 2^-24, as by torch's `rand`.

@@ -9,8 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from implicit_blocks.specs import ComponentSpec, Spec, field_error
-from trainer.data import groups
-from trainer.data.notation import Notation, notation
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 BabiTask = Annotated[int, Field(ge=1, le=20)]
@@ -64,80 +62,6 @@ class DataSpec(ComponentSpec):
 
         """
         return [f"{self.kind}, length {self.seq_len:,}"]
-
-
-class WordProblemSpec(DataSpec):
-    """Prefix products in a finite group, optionally times a monoid, generated on the fly."""
-
-    changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "identity_probability"})
-
-    kind: Literal["word_problem"] = "word_problem"
-    group: str | groups.Generators | tuple[tuple[int, ...], ...]
-    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a permutation group, as
-    `{generators: [[1, 0, 2], [1, 2, 0]]}`, or a multiplication table whose first row is the identity."""
-    monoid: str | tuple[tuple[int, ...], ...] | None = None
-    """Monoid to multiply the group with: EABX (the published one), or a multiplication table."""
-    identity_probability: Probability | Annotated[tuple[Probability, ...], Field(min_length=1)] = 0.5
-    """Fraction of tokens forced to the group's identity; the others are uniform over the group. Several:
-    they alternate from sequence to sequence."""
-    draw_order: Literal["fast", "published"] = "fast"
-    """`published` reproduces the random draws of the published generator exactly, at about a third of the
-    speed."""
-
-    @property
-    def vocab_size(self) -> int:
-        """|G|·|M|."""
-        return groups.group_order(self.group) * (
-            1 if self.monoid is None else groups.monoid(self.monoid).order
-        )
-
-    @property
-    def group_name(self) -> str:
-        """Name of the group, or `a table`."""
-        if isinstance(self.group, groups.Generators):
-            return groups.group(self.group).name
-        return self.group if isinstance(self.group, str) else "a table"
-
-    def notation(self) -> Notation:
-        """Return the elements that the token IDs stand for."""
-        return notation(self.group, self.monoid)
-
-    @property
-    def task(self) -> str:
-        """Products in the group and in the monoid."""
-        monoid = "EABX" if self.monoid == "published" else self.monoid
-        group = self.group.generators if isinstance(self.group, groups.Generators) else self.group
-        return f"products in {group}" + ("" if monoid is None else f" times the monoid {monoid}")
-
-    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
-        """See `DataSpec.describe`."""
-        named = self.monoid if isinstance(self.monoid, str) else "of a table"
-        monoid = "" if self.monoid is None else f" x monoid {named}"
-        p = self.identity_probability
-        several = f"{p:g}" if isinstance(p, float) else ", ".join(f"{each:g}" for each in p)
-        return [
-            f"word problem over {self.group_name}{monoid}: {self.vocab_size} tokens, "
-            f"p = {several}, length {self.seq_len}, generated on the fly"
-        ]
-
-    @field_validator("group", mode="before")
-    @classmethod
-    def _known_group(cls, group: object) -> object:
-        if isinstance(group, Mapping):
-            group = groups.Generators.model_validate(group)
-        if not isinstance(group, str | list | tuple | groups.Generators):
-            raise ValueError("a group must be a name such as S5, generators, or a multiplication table")
-        groups.group_order(group)
-        return group
-
-    @field_validator("monoid", mode="before")
-    @classmethod
-    def _known_monoid(cls, monoid: object) -> object:
-        if monoid is not None:
-            if not isinstance(monoid, str | list | tuple):
-                raise ValueError("a monoid must be a name such as EABX or a multiplication table")
-            groups.monoid(monoid)
-        return monoid
 
 
 class CatbAbISpec(DataSpec):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from implicit_blocks.specs import SpecError
-from trainer.data.groups import PUBLISHED_MONOID, Generators, group, group_order, monoid, product
 from trainer.data.word_problem import build
+from trainer.specs.groups import PUBLISHED_MONOID, Generators, group, group_order, monoid, product
 from trainer.specs.run import WordProblemSpec
 
 ORDERS = {
@@ -185,7 +185,7 @@ def test_a_group_given_by_table_equals_the_named_group() -> None:
 
 
 def test_imports_no_torch() -> None:
-    code = "import sys; import trainer.data.groups; assert 'torch' not in sys.modules"
+    code = "import sys; import trainer.specs.groups; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.data.notation import MAX_POINTS, cycles, notation
+from trainer.data.notation import cycles
 from trainer.data.word_problem import WordProblem
+from trainer.specs.groups import MAX_POINTS, notation
 
 KLEIN = [[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]
 

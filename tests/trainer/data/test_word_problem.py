@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from implicit_blocks.specs import SpecError
-from trainer.data.groups import group, monoid
 from trainer.data.source import rank_share
 from trainer.data.word_problem import BLOCK, WordProblem, WordProblemStream, build
+from trainer.specs.groups import group, monoid
 from trainer.specs.run import EvaluationSpec, WordProblemSpec
 
 PUBLISHED = {"group": "A5", "monoid": "EABX"}

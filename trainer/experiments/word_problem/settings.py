@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from trainer.data import groups as algebra
 from trainer.experiments.common.checks import require_once
 from trainer.experiments.word_problem.specs import require_model
+from trainer.specs import groups as algebra
 
 
 @dataclass(frozen=True, kw_only=True)

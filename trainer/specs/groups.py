@@ -1,4 +1,4 @@
-"""Finite groups and monoids, by name, generators or multiplication table, for word problems. No torch.
+"""Word problems: their spec, and groups and monoids by name, generators or multiplication table. No torch.
 
 Element order and composition follow the published state-tracking data (Schöne et al., "Implicit Language
 Models are RNNs", ICML 2025): the permutations of S_n are in lexicographic order, so that index 0 is the
@@ -11,14 +11,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field, field_validator
 
 from implicit_blocks.specs import Spec
+from trainer.data.notation import Notation, Permutation, named
+from trainer.specs.data import DataSpec, Probability
 
 Table = npt.NDArray[np.int32]
 
@@ -35,6 +39,9 @@ Definition = str | Sequence[Sequence[int]] | Generators
 
 MAX_ORDER = 5040
 """Maximum group order, that of S7, whose table takes 100 MB; S8's would take 6.5 GB."""
+
+MAX_POINTS = 12
+"""Elements that move more points have no permutation here: a picture of one could not be read."""
 
 MAX_MONOID = 256
 """Maximum order of a monoid or group given by a table; associativity is checked over all triples."""
@@ -304,3 +311,120 @@ def _frozen(table: npt.NDArray[np.integer]) -> Table:
     result = np.ascontiguousarray(table, dtype=np.int32)
     result.setflags(write=False)
     return result
+
+
+# ------------------------------------------------------------------------------------ permutations
+
+
+def notation(definition: Definition, of_monoid: str | Sequence[Sequence[int]] | None = None) -> Notation:
+    """Return the elements of a group, or of its product with a monoid.
+
+    Raises:
+        ValueError: as `group` and `monoid`.
+
+    """
+    of_group = group(definition)
+    return named(of_group, None if of_monoid is None else monoid(of_monoid), _images(definition, of_group))
+
+
+def _images(definition: Definition, group: Algebra) -> list[Permutation]:
+    """Return the elements as permutations; an empty list where they would move too many points."""
+    if isinstance(definition, Generators):
+        return list(elements(definition)) if len(definition.generators[0]) <= MAX_POINTS else []
+    if not isinstance(definition, str):  # every group acts on itself from the left
+        return [tuple(map(int, row)) for row in group.table] if group.order <= MAX_POINTS else []
+    found: list[Permutation] = [()]
+    for family, size in factors(definition):
+        if len(found[0]) + size > MAX_POINTS:
+            return []
+        found = [_beside(left, right) for left in found for right in _factor(family, size)]
+    return found
+
+
+def _factor(family: str, size: int) -> Iterator[Permutation]:
+    if family == "Z":
+        yield from (tuple((point + shift) % size for point in range(size)) for shift in range(size))
+        return
+    for permutation in itertools.permutations(range(size)):
+        inversions = sum(a > b for a, b in itertools.combinations(permutation, 2))
+        if family == "S" or inversions % 2 == 0:
+            yield permutation
+
+
+def _beside(left: Permutation, right: Permutation) -> Permutation:
+    return (*left, *(len(left) + point for point in right))
+
+
+# ------------------------------------------------------------------------------------ the spec
+
+
+class WordProblemSpec(DataSpec):
+    """Prefix products in a finite group, optionally times a monoid, generated on the fly."""
+
+    changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "identity_probability"})
+
+    kind: Literal["word_problem"] = "word_problem"
+    group: str | Generators | tuple[tuple[int, ...], ...]
+    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a permutation group, as
+    `{generators: [[1, 0, 2], [1, 2, 0]]}`, or a multiplication table whose first row is the identity."""
+    monoid: str | tuple[tuple[int, ...], ...] | None = None
+    """Monoid to multiply the group with: EABX (the published one), or a multiplication table."""
+    identity_probability: Probability | Annotated[tuple[Probability, ...], Field(min_length=1)] = 0.5
+    """Fraction of tokens forced to the group's identity; the others are uniform over the group. Several:
+    they alternate from sequence to sequence."""
+    draw_order: Literal["fast", "published"] = "fast"
+    """`published` reproduces the random draws of the published generator exactly, at about a third of the
+    speed."""
+
+    @property
+    def vocab_size(self) -> int:
+        """|G|·|M|."""
+        return group_order(self.group) * (1 if self.monoid is None else monoid(self.monoid).order)
+
+    @property
+    def group_name(self) -> str:
+        """Name of the group, or `a table`."""
+        if isinstance(self.group, Generators):
+            return group(self.group).name
+        return self.group if isinstance(self.group, str) else "a table"
+
+    def notation(self) -> Notation:
+        """Return the elements that the token IDs stand for."""
+        return notation(self.group, self.monoid)
+
+    @property
+    def task(self) -> str:
+        """Products in the group and in the monoid."""
+        monoid = "EABX" if self.monoid == "published" else self.monoid
+        group = self.group.generators if isinstance(self.group, Generators) else self.group
+        return f"products in {group}" + ("" if monoid is None else f" times the monoid {monoid}")
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        named = self.monoid if isinstance(self.monoid, str) else "of a table"
+        monoid = "" if self.monoid is None else f" x monoid {named}"
+        p = self.identity_probability
+        several = f"{p:g}" if isinstance(p, float) else ", ".join(f"{each:g}" for each in p)
+        return [
+            f"word problem over {self.group_name}{monoid}: {self.vocab_size} tokens, "
+            f"p = {several}, length {self.seq_len}, generated on the fly"
+        ]
+
+    @field_validator("group", mode="before")
+    @classmethod
+    def _known_group(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            value = Generators.model_validate(value)
+        if not isinstance(value, str | list | tuple | Generators):
+            raise ValueError("a group must be a name such as S5, generators, or a multiplication table")
+        group_order(value)
+        return value
+
+    @field_validator("monoid", mode="before")
+    @classmethod
+    def _known_monoid(cls, value: object) -> object:
+        if value is not None:
+            if not isinstance(value, str | list | tuple):
+                raise ValueError("a monoid must be a name such as EABX or a multiplication table")
+            monoid(value)
+        return value
