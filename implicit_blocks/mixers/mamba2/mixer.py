@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -219,13 +219,7 @@ class Mamba2(Mixer):
             projected,
             u,
             rows_BL=context.u_rows_BL,
-            conv_weight_CW=self.conv.weight,
-            conv_bias_C=self.conv.bias,
-            dt_bias_H=self.dt_bias,
-            A_log_H=self.A_log,
-            D_H=self.D,
-            norm_weight_I=self.norm.weight,
-            sizes=_sizes(self),
+            **_own(self),
             return_state=return_state,
             out_weight_DI=out_weight,
             out_bias_D=out_bias,
@@ -343,13 +337,7 @@ def _mixed_after(
         rows_BL=rows_BL,
         tail_BWC=state.conv_BWC,
         state_BHPN=state.h_BHPN,
-        conv_weight_CW=mixer.conv.weight,
-        conv_bias_C=mixer.conv.bias,
-        dt_bias_H=mixer.dt_bias,
-        A_log_H=mixer.A_log,
-        D_H=mixer.D,
-        norm_weight_I=mixer.norm.weight,
-        sizes=_sizes(mixer),
+        **_own(mixer),
     )
     return mixer.out_proj(mixed), h, projected
 
@@ -365,13 +353,7 @@ def _mixed_in_8_bits(
         projected,
         u,
         rows_BL=context.u_rows_BL,
-        conv_weight_CW=mixer.conv.weight,
-        conv_bias_C=mixer.conv.bias,
-        dt_bias_H=mixer.dt_bias,
-        A_log_H=mixer.A_log,
-        D_H=mixer.D,
-        norm_weight_I=mixer.norm.weight,
-        sizes=_sizes(mixer),
+        **_own(mixer),
         out_weight_DI=weight,
         out_bias_D=bias,
     )
@@ -384,6 +366,19 @@ def _is_watched_or_strided(mixer: Mamba2) -> bool:
     small = (mixer.conv.weight, mixer.conv.bias, mixer.dt_bias, mixer.A_log, mixer.D, mixer.norm.weight)
     replaced = has_hooks(mixer.norm) or not isinstance(mixer.norm, RMSNorm)
     return replaced or not all(t is None or t.is_contiguous() for t in small)
+
+
+def _own(mixer: Mamba2) -> dict[str, Any]:
+    """Return the parameters and sizes that every fused operator reads."""
+    return {
+        "conv_weight_CW": mixer.conv.weight,
+        "conv_bias_C": mixer.conv.bias,
+        "dt_bias_H": mixer.dt_bias,
+        "A_log_H": mixer.A_log,
+        "D_H": mixer.D,
+        "norm_weight_I": mixer.norm.weight,
+        "sizes": _sizes(mixer),
+    }
 
 
 def _sizes(mixer: Mamba2) -> mamba2_mix.Mamba2Sizes:
