@@ -95,6 +95,19 @@ def test_runs_train_while_another_is_evaluated(tokens):
         assert one.step.losses().tolist() == trained(recipe, tokens).step.losses().tolist()
 
 
+def test_the_next_run_begins_before_the_ended_one_is_evaluated(tokens):
+    first, second = (Planned(one.name, spec_of(one, tokens), 1.0) for one in (EXPLICIT, LOOPED))
+    lines: list[str] = []
+
+    def end(one: Trained) -> None:
+        lines.append(f"{one.planned.name}: ended")
+
+    train_side_by_side([first, second], device=CPU, on_end=end, side_by_side=1, log=lines.append)
+    found = [line.partition(": ")[2].split()[0] for line in lines]
+    assert found == ["started", "started", "ended", "ended"]
+    assert lines[2:] == [f"{first.name}: ended", f"{second.name}: ended"]
+
+
 def test_a_step_that_is_not_finite_changes_no_weight(tokens):
     one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0), CPU)
     with torch.no_grad():

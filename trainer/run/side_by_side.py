@@ -31,7 +31,7 @@ QUEUED = 2
 """Loads of batches that a model's stream may have waiting: enough to keep it busy during an evaluation."""
 KNOWN_AFTER, WINDOW = 60.0, 30.0
 """Seconds after which the rate of the device is planned with, and over which it is measured."""
-ALONE = 0.3
+ALONE = 0.45
 """Rate of a model that trains alone, as a share of that of several: a cautious estimate."""
 
 
@@ -184,7 +184,8 @@ def train_side_by_side(
         log: called with a line of progress.
 
     """
-    waiting, active, missing = deque(queue), list[Trained](), list[str]()
+    waiting, missing = deque(queue), list[str]()
+    active, ended = list[Trained](), list[Trained]()
     clock = _Clock(seconds)
     while (waiting or active) and clock.left > 0:
         clock.record(sum(_work(one) for one in active))
@@ -199,6 +200,10 @@ def train_side_by_side(
                 continue
             active.append(begin(planned, device, at_once=at_once, eager=eager))
             log(f"{planned.name}: started after {clock.now:.0f} s, {active[-1].total} steps")
+        for one in ended:  # after the start of those that follow, which train meanwhile
+            one.meanwhile = partial(_advance_ready, tuple(active), clock)
+            on_end(one)
+        ended.clear()
         moved, ahead = False, 0.0
         for number, one in enumerate(list(active)):
             ahead += one.planned.flops - _work(one)
@@ -211,11 +216,12 @@ def train_side_by_side(
                 active.remove(one)
                 clock.ended += _work(one)
                 one.seconds = time.monotonic() - one.began
-                one.meanwhile = partial(_advance_ready, tuple(active), clock)
-                on_end(one)
+                ended.append(one)
                 moved = True
         if not moved:
             time.sleep(0.0005)
+    for one in ended:
+        on_end(one)
     for one in active:
         one.step.synchronize()
         log(f"{one.planned.name}: time limit reached after {one.step.done} of {one.total} steps")
