@@ -187,7 +187,8 @@ def train_side_by_side(
     waiting, missing = deque(queue), list[str]()
     active, ended = list[Trained](), list[Trained]()
     clock = _Clock(seconds)
-    while (waiting or active) and clock.left > 0:
+    while (waiting or active or ended) and clock.left > 0:
+        pending, ended = ended, []  # evaluated after the start of those that follow, which train meanwhile
         clock.record(sum(_work(one) for one in active))
         rate = clock.rate
         while waiting and len(active) < side_by_side:
@@ -200,10 +201,6 @@ def train_side_by_side(
                 continue
             active.append(begin(planned, device, at_once=at_once, eager=eager))
             log(f"{planned.name}: started after {clock.now:.0f} s, {active[-1].total} steps")
-        for one in ended:  # after the start of those that follow, which train meanwhile
-            one.meanwhile = partial(_advance_ready, tuple(active), clock)
-            on_end(one)
-        ended.clear()
         moved, ahead = False, 0.0
         for number, one in enumerate(list(active)):
             ahead += one.planned.flops - _work(one)
@@ -218,7 +215,10 @@ def train_side_by_side(
                 one.seconds = time.monotonic() - one.began
                 ended.append(one)
                 moved = True
-        if not moved:
+        for one in pending:
+            one.meanwhile = partial(_advance_ready, tuple(active), clock)
+            on_end(one)
+        if not moved and not pending:
             time.sleep(0.0005)
     for one in ended:
         on_end(one)
