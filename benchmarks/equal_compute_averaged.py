@@ -17,7 +17,7 @@ from typing import Any
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 from report import RESULTS
 
-from trainer.experiments.equal_compute.compare import recipe_of
+from trainer.experiments.equal_compute.compare import MARGIN, recipe_of
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
@@ -112,13 +112,28 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
     )
 
 
-def differences_table(runs: Runs) -> str:
-    """Return each implicit recipe beside each explicit one, of either optimizer; reported seeds only."""
-    head = ("implicit", "explicit", "parameters", "perplexities", "seeds", "difference", "95 % interval",
-            "every seed below")  # fmt: skip
-    known = by_recipe(reported(runs))
-    sides = [[one for one in known.items() if one[0].side == side] for side in ("implicit", "explicit")]
-    return markdown([head, *(_difference(*ours, *theirs) for ours in sides[0] for theirs in sides[1])])
+def differences_table() -> str:
+    """Return the implicit recipes beside explicit ones over reported seeds, of all parts.
+
+    These are the explicit recipe of equally many parameters and the one of any size that are best on the text
+    of the choice. Recipes with one seed are left out.
+    """
+    head = ("setting", "implicit", "explicit", "parameters", "perplexities", "seeds", "difference",
+            "95 % interval", "every seed below")  # fmt: skip
+    lines: list[tuple[str, ...]] = [head]
+    for part in FILES:
+        known = {one: rows for one, rows in by_recipe(reported(read(part))).items() if len(rows) > 1}
+        explicit = sorted(
+            (one for one in known.items() if one[0].side == "explicit"),
+            key=lambda one: mean_perplexity(one[1], "choice"),
+        )
+        for ours, runs in known.items():
+            size = runs[0]["parameters"]
+            equal = [one for one in explicit if abs(one[1][0]["parameters"] / size - 1) <= MARGIN]
+            others = [*equal[:1], *(one for one in explicit[:1] if one not in equal)]
+            if ours.side == "implicit":
+                lines += [(part, *_difference(ours, runs, *theirs)) for theirs in others]
+    return markdown(lines)
 
 
 def _difference(ours: Recipe, our_runs: Runs, theirs: Recipe, their_runs: Runs) -> tuple[str, ...]:
@@ -187,8 +202,7 @@ def tables() -> Iterator[tuple[str, str]]:
         yield f"{part}: the choice", recipes_table(best_of_each_model(choosing(runs)))
         if reported(runs):
             yield f"{part}: reported seeds", recipes_table(reported(runs))
-        if {run["side"] for run in reported(runs)} == {"implicit", "explicit"}:
-            yield f"{part}: differences", differences_table(runs)
+    yield "differences", differences_table()
     everything = [run for part in FILES for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)

@@ -190,7 +190,7 @@ def half(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dict[str, Any]) -> None:
     found = dict(half["tables"]())
-    assert {"averaged weights", "5 M: the choice", "once: differences", "mamba2: differences"} <= found.keys()
+    assert {"averaged weights", "differences", "Llama: the choice", "once: reported seeds"} <= found.keys()
     for title, text in found.items():
         assert " ".join(text.split()) in PAGE, title
 
