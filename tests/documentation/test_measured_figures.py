@@ -307,7 +307,7 @@ def language_models():
     level = [mamba2[key] for key in (("implicit", 8), ("explicit", 8))]
     compared = {
         f"{equal}, Llama 5M, last weights, means of 5 and 4 seeds": [f"{ours:.1f}", f"{four:.1f} (explicit)"],
-        "perplexity on books at equal text and FLOPs, Llama 5M, last weights, compared with 8.5M parameters": [
+        "perplexity on books at equal text and FLOPs, Llama 5M, last weights, beside 8.5M parameters": [
             f"{ours:.1f}",
             f"{eight:.1f} (explicit; difference not significant)",
         ],
