@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
+from implicit_blocks.ops import quantization
 from implicit_blocks.ops.backends import without_autocast
+from implicit_blocks.ops.quantization import SMALLEST
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
-SMALLEST = 1e-30  # lower bound of the largest entry, so that rows of zeros have a valid scale
+LARGEST = quantization.LARGEST[E4M3]
 UNIT = 16  # matrix units need multiples of this; rows of a weight are padded
 NARROWEST = 512
 """Smallest number of inputs and outputs: narrower products are limited by memory traffic."""
@@ -54,9 +55,8 @@ class Float8Weight(NamedTuple):
 
 def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes (…, K) e4m3 and scales (…, 1) float32 of the rows of ``x``."""
-    wide = x.float()
-    scales = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / LARGEST
-    return (wide / scales).to(E4M3), scales
+    codes, scales = quantization.eight_bits(x, E4M3)
+    return codes, scales[..., None]
 
 
 def float8_linear(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:

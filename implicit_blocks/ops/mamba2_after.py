@@ -15,7 +15,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note, without_autocast
-from implicit_blocks.ops.mamba2_mix import TAPS, Mamba2Sizes, as_added, divide, sizes_of
+from implicit_blocks.ops.mamba2_mix import TAPS, Mamba2Sizes, Mamba2Weights, as_added, divide, sizes_of
 from implicit_blocks.ops.ssd import mamba_ssm
 
 __all__ = ["eligible", "mamba2_after"]
@@ -35,12 +35,7 @@ def mamba2_after(
     rows_BL: Tensor | None,
     tail_BWC: Tensor,
     state_BHPN: Tensor,
-    conv_weight_CW: Tensor,
-    conv_bias_C: Tensor | None,
-    dt_bias_H: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    norm_weight_I: Tensor,
+    weights: Mamba2Weights,
     sizes: Mamba2Sizes,
 ) -> tuple[Tensor, Tensor]:
     """Return the input of the output projection, (B, L, I), and the state after the window in float32.
@@ -51,12 +46,7 @@ def mamba2_after(
         rows_BL: int64, the row of ``u`` of each token; None: ``u`` has one row per token.
         tail_BWC: the W − 1 inputs of the convolution before the window.
         state_BHPN: the state before the window.
-        conv_weight_CW: taps, oldest first.
-        conv_bias_C: the bias of the convolution, or None.
-        dt_bias_H: added to the step sizes before softplus.
-        A_log_H: ``A = −exp(A_log)``.
-        D_H: the skip connection.
-        norm_weight_I: the weight of the gated norm.
+        weights: of the convolution, the scan and the gated norm.
         sizes: the division of the projection.
 
     """
@@ -67,12 +57,7 @@ def mamba2_after(
         None if rows_BL is None else rows_BL.contiguous(),
         tail_BWC.contiguous(),
         state_BHPN.contiguous(),
-        conv_weight_CW,
-        conv_bias_C,
-        dt_bias_H,
-        A_log_H,
-        D_H,
-        norm_weight_I,
+        *weights,
         list(sizes[:5]),
         sizes.norm_eps,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.backends import note, without_autocast
 from implicit_blocks.ops.float8 import Float8Weight, float8_product
-from implicit_blocks.ops.mamba2_mix import Mamba2Sizes, as_added, scanned, sizes_of
+from implicit_blocks.ops.mamba2_mix import Mamba2Sizes, Mamba2Weights, as_added, scanned, sizes_of
 
 __all__ = ["mamba2_float8"]
 
@@ -23,12 +23,7 @@ def mamba2_float8(
     u: Tensor | None,
     *,
     rows_BL: Tensor | None,
-    conv_weight_CW: Tensor,
-    conv_bias_C: Tensor | None,
-    dt_bias_H: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    norm_weight_I: Tensor,
+    weights: Mamba2Weights,
     sizes: Mamba2Sizes,
     out_weight_DI: Float8Weight,
     out_bias_D: Tensor | None,
@@ -39,12 +34,7 @@ def mamba2_float8(
         projected_BLU: the output of the input projection, in bfloat16 or float16.
         u: the injection, added to it, (B, L, U), or (V, U) with ``rows_BL``; None: nothing.
         rows_BL: int64, the row of ``u`` of each token; None: ``u`` has one row per token.
-        conv_weight_CW: taps, oldest first.
-        conv_bias_C: the bias of the convolution, or None.
-        dt_bias_H: added to the step sizes before softplus.
-        A_log_H: ``A = −exp(A_log)``.
-        D_H: the skip connection.
-        norm_weight_I: the weight of the gated norm.
+        weights: those between the projections.
         sizes: the division of the projection.
         out_weight_DI: the weight of the output projection.
         out_bias_D: the bias of the output projection, or None.
@@ -61,12 +51,7 @@ def mamba2_float8(
         projected_BLU,
         u,
         None if rows_BL is None else rows_BL.contiguous(),
-        conv_weight_CW,
-        conv_bias_C,
-        dt_bias_H,
-        A_log_H,
-        D_H,
-        norm_weight_I,
+        *weights,
         out_weight_DI.codes,
         out_weight_DI.scales,
         out_bias_D,

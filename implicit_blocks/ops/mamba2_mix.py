@@ -21,7 +21,7 @@ from implicit_blocks.ops.ssd import mamba_ssm
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.mamba2_parts import Added
 
-__all__ = ["Mamba2Sizes", "divide", "eligible", "mamba2_mix", "suits"]
+__all__ = ["Mamba2Sizes", "Mamba2Weights", "divide", "eligible", "mamba2_mix", "suits"]
 
 
 class Mamba2Sizes(NamedTuple):
@@ -38,6 +38,22 @@ class Mamba2Sizes(NamedTuple):
     def inner(self) -> int:
         """I."""
         return self.n_heads * self.head_dim
+
+
+class Mamba2Weights(NamedTuple):
+    """The weights between the projections."""
+
+    conv_CW: Tensor
+    """Taps, oldest first."""
+    conv_bias_C: Tensor | None
+    dt_bias_H: Tensor
+    """Added to the step sizes before softplus."""
+    A_log_H: Tensor
+    """The logarithm of minus A."""
+    D_H: Tensor
+    """The skip connection."""
+    norm_I: Tensor
+    """Those of the gated norm."""
 
 
 TAPS = 4  # the kernels support a convolution of four taps, as in all published models
@@ -72,12 +88,7 @@ def mamba2_mix(
     u: Tensor | None,
     *,
     rows_BL: Tensor | None,
-    conv_weight_CW: Tensor,
-    conv_bias_C: Tensor | None,
-    dt_bias_H: Tensor,
-    A_log_H: Tensor,
-    D_H: Tensor,
-    norm_weight_I: Tensor,
+    weights: Mamba2Weights,
     sizes: Mamba2Sizes,
     return_state: bool,
     out_weight_DI: Tensor | None = None,
@@ -92,12 +103,7 @@ def mamba2_mix(
         projected_BLU: the output of the input projection, in bfloat16 or float16.
         u: the injection, added to it, (B, L, U), or (V, U) with ``rows_BL``; None: nothing.
         rows_BL: int64, the row of ``u`` of each token; None: ``u`` has one row per token.
-        conv_weight_CW: taps, oldest first.
-        conv_bias_C: the bias of the convolution, or None.
-        dt_bias_H: added to the step sizes before softplus.
-        A_log_H: ``A = −exp(A_log)``.
-        D_H: the skip connection.
-        norm_weight_I: the weight of the gated norm.
+        weights: those between the projections.
         sizes: the division of the projection.
         return_state: also compute the state; else it is None.
         out_weight_DI: the weight of the output projection, or None.
@@ -112,12 +118,7 @@ def mamba2_mix(
         projected_BLU.contiguous(),
         u,
         None if rows_BL is None else rows_BL.contiguous(),
-        conv_weight_CW,
-        conv_bias_C,
-        dt_bias_H,
-        A_log_H,
-        D_H,
-        norm_weight_I,
+        *weights,
         None if out_weight_DI is None else out_weight_DI.to(projected_BLU.dtype),
         None if out_bias_D is None else out_bias_D.to(projected_BLU.dtype),
         list(sizes[:5]),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -219,7 +219,8 @@ class Mamba2(Mixer):
             projected,
             u,
             rows_BL=context.u_rows_BL,
-            **_own(self),
+            weights=_weights(self),
+            sizes=_sizes(self),
             return_state=return_state,
             out_weight_DI=out_weight,
             out_bias_D=out_bias,
@@ -337,7 +338,8 @@ def _mixed_after(
         rows_BL=rows_BL,
         tail_BWC=state.conv_BWC,
         state_BHPN=state.h_BHPN,
-        **_own(mixer),
+        weights=_weights(mixer),
+        sizes=_sizes(mixer),
     )
     return mixer.out_proj(mixed), h, projected
 
@@ -353,7 +355,8 @@ def _mixed_in_8_bits(
         projected,
         u,
         rows_BL=context.u_rows_BL,
-        **_own(mixer),
+        weights=_weights(mixer),
+        sizes=_sizes(mixer),
         out_weight_DI=weight,
         out_bias_D=bias,
     )
@@ -363,22 +366,15 @@ def _is_watched_or_strided(mixer: Mamba2) -> bool:
     """Whether the norm has hooks or another class, or parameters are strided: never fused."""
     if torch.compiler.is_compiling():
         return False
-    small = (mixer.conv.weight, mixer.conv.bias, mixer.dt_bias, mixer.A_log, mixer.D, mixer.norm.weight)
     replaced = has_hooks(mixer.norm) or not isinstance(mixer.norm, RMSNorm)
-    return replaced or not all(t is None or t.is_contiguous() for t in small)
+    return replaced or not all(t is None or t.is_contiguous() for t in _weights(mixer))
 
 
-def _own(mixer: Mamba2) -> dict[str, Any]:
-    """Return the parameters and sizes that every fused operator reads."""
-    return {
-        "conv_weight_CW": mixer.conv.weight,
-        "conv_bias_C": mixer.conv.bias,
-        "dt_bias_H": mixer.dt_bias,
-        "A_log_H": mixer.A_log,
-        "D_H": mixer.D,
-        "norm_weight_I": mixer.norm.weight,
-        "sizes": _sizes(mixer),
-    }
+def _weights(mixer: Mamba2) -> mamba2_mix.Mamba2Weights:
+    conv = mixer.conv
+    return mamba2_mix.Mamba2Weights(
+        conv.weight, conv.bias, mixer.dt_bias, mixer.A_log, mixer.D, mixer.norm.weight
+    )
 
 
 def _sizes(mixer: Mamba2) -> mamba2_mix.Mamba2Sizes:

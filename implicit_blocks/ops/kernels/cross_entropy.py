@@ -55,16 +55,9 @@ def softmax_cross_entropy_(
 
 @triton.jit
 def _rows(
-    logits_ptr,
-    label_ptr,
-    loss_ptr,
-    prediction_ptr,
-    V,
-    W,
-    ignored,
-    GRADIENT: tl.constexpr,
+    logits_ptr, label_ptr, loss_ptr, prediction_ptr, V, W, ignored, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     logits_ptr += token * W
     label = tl.load(label_ptr + token)

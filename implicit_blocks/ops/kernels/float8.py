@@ -58,15 +58,9 @@ def swiglu(
 
 @triton.jit
 def _swiglu(
-    gate_ptr,
-    up_ptr,
-    codes_ptr,
-    scales_ptr,
-    K,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
+    gate_ptr, up_ptr, codes_ptr, scales_ptr, K, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * K
     column = tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + first + column, mask=column < K, other=0.0).to(tl.float32)
@@ -79,16 +73,9 @@ def _swiglu(
 
 @triton.jit
 def _quantize(
-    table_ptr,
-    count,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    UNIT: tl.constexpr,
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    table_ptr, count, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, UNIT: tl.constexpr,
+    SOURCE: tl.constexpr, DTYPE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     line, row = table_line(table_ptr, count, 8, STEPS)
     K = tl.load(line + 2) * UNIT
     column = tl.arange(0, BLOCK)

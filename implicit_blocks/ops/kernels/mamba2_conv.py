@@ -5,6 +5,8 @@ Shapes as in ``mamba2_parts``.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,29 +31,10 @@ def conv_forward(
 
     ``tail_BWC`` are the inputs of the three tokens before the window, with the injection; None: zeros.
     """
-    batch, length, _ = projected_BLU.shape
-    channels = weight_CW.shape[0]
-    y = projected_BLU.new_empty(batch, length, channels)
-    grid = (triton.cdiv(length, TOKENS), triton.cdiv(channels, CHANNELS), batch)
-    with torch.cuda.device(y.device):
-        _conv_forward[grid](
-            projected_BLU,
-            *added.given(projected_BLU),
-            weight_CW,
-            bias_C if bias_C is not None else weight_CW,
-            y if tail_BWC is None else tail_BWC,
-            y,
-            length,
-            channels,
-            *aligned(projected_BLU),
-            first,
-            **added.constants(),
-            HAS_BIAS=bias_C is not None,
-            HAS_TAIL=tail_BWC is not None,
-            TOKENS=TOKENS,
-            BLOCK=CHANNELS,
-            num_warps=1,
-        )
+    y = projected_BLU.new_empty(*projected_BLU.shape[:2], weight_CW.shape[0])
+    given = (projected_BLU, added, weight_CW, bias_C)
+    outputs = (y if tail_BWC is None else tail_BWC, y)
+    _launch(_conv_forward, *given, outputs, first, HAS_TAIL=tail_BWC is not None)
     return y
 
 
@@ -66,21 +49,35 @@ def conv_backward(
     first: int,
 ) -> tuple[Tensor, Tensor]:
     """Write the gradient of the convolved channels to ``dprojected``; return those of weight and bias."""
-    batch, length, _ = projected_BLU.shape
-    channels = weight_CW.shape[0]
-    runs = triton.cdiv(length, TOKENS)
-    partial = torch.empty(batch * runs, TAPS + 1, channels, dtype=torch.float32, device=dy_BLC.device)
-    with torch.cuda.device(dy_BLC.device):
-        _conv_backward[(runs, triton.cdiv(channels, CHANNELS), batch)](
+    programs = dy_BLC.shape[0] * triton.cdiv(dy_BLC.shape[1], TOKENS)
+    shape = (programs, TAPS + 1, weight_CW.shape[0])
+    partial = torch.empty(shape, dtype=torch.float32, device=dy_BLC.device)
+    given = (projected_BLU, added, weight_CW, bias_C)
+    _launch(_conv_backward, *given, (dy_BLC, dprojected_BLU, partial), first)
+    sums = partial.sum(0)
+    return sums[:TAPS].T.contiguous(), sums[TAPS]
+
+
+def _launch(
+    kernel: Any,
+    projected_BLU: Tensor,
+    added: Added,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    others: tuple[Tensor, ...],
+    first: int,
+    **constants: bool,
+) -> None:
+    """Run a kernel with one program per run of tokens, run of channels and sequence."""
+    (batch, length, _), channels = projected_BLU.shape, weight_CW.shape[0]
+    with torch.cuda.device(projected_BLU.device):
+        kernel[(triton.cdiv(length, TOKENS), triton.cdiv(channels, CHANNELS), batch)](
             projected_BLU,
             *added.given(projected_BLU),
             weight_CW,
-            bias_C if bias_C is not None else weight_CW,
-            dy_BLC,
-            dprojected_BLU,
-            partial,
-            length,
-            channels,
+            weight_CW if bias_C is None else bias_C,
+            *others,
+            *(length, channels),
             *aligned(projected_BLU),
             first,
             **added.constants(),
@@ -88,9 +85,8 @@ def conv_backward(
             TOKENS=TOKENS,
             BLOCK=CHANNELS,
             num_warps=1,
+            **constants,
         )
-    sums = partial.sum(0)
-    return sums[:TAPS].T.contiguous(), sums[TAPS]
 
 
 @triton.jit
@@ -146,26 +142,10 @@ def _taps(w_ptr, b_ptr, channel, real, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _conv_forward(
-    p_ptr,
-    u_ptr,
-    rows_ptr,
-    w_ptr,
-    b_ptr,
-    tail_ptr,
-    y_ptr,
-    L,
-    C,
-    stride_part,
-    width_part,
-    UNIT: tl.constexpr,
-    first,
-    HAS_U: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_TAIL: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_ptr, u_ptr, rows_ptr, w_ptr, b_ptr, tail_ptr, y_ptr, L, C, stride_part, width_part,
+    UNIT: tl.constexpr, first, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_TAIL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     stride, width = stride_part * UNIT, width_part * UNIT
     begin = tl.program_id(0) * TOKENS
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -219,26 +199,10 @@ def _conv_forward(
 
 @triton.jit
 def _conv_backward(
-    p_ptr,
-    u_ptr,
-    rows_ptr,
-    w_ptr,
-    b_ptr,
-    dy_ptr,
-    dp_ptr,
-    partial_ptr,
-    L,
-    C,
-    stride_part,
-    width_part,
-    UNIT: tl.constexpr,
-    first,
-    HAS_U: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_ptr, u_ptr, rows_ptr, w_ptr, b_ptr, dy_ptr, dp_ptr, partial_ptr, L, C, stride_part, width_part,
+    UNIT: tl.constexpr, first, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     # dpre_t is the gradient before SiLU; dx_t = Σ_k w_{3-k} dpre_{t+k} needs three tokens after the block.
     stride, width = stride_part * UNIT, width_part * UNIT
     begin = tl.program_id(0) * TOKENS

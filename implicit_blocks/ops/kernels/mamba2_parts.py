@@ -151,24 +151,10 @@ def _load_sum(
 
 @triton.jit
 def _gated_norm_forward(
-    y_ptr,
-    p_ptr,
-    u_ptr,
-    rows_ptr,
-    w_ptr,
-    out_ptr,
-    scales_ptr,
-    inner,
-    part,
-    stride_part,
-    width_part,
-    UNIT: tl.constexpr,
-    eps,
-    HAS_U: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    LARGEST: tl.constexpr,
+    y_ptr, p_ptr, u_ptr, rows_ptr, w_ptr, out_ptr, scales_ptr, inner, part, stride_part, width_part,
+    UNIT: tl.constexpr, eps, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     stride, width = stride_part * UNIT, width_part * UNIT
     token = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK)
@@ -189,28 +175,10 @@ def _gated_norm_forward(
 
 @triton.jit
 def _gated_norm_backward(
-    dout_ptr,
-    y_ptr,
-    p_ptr,
-    u_ptr,
-    rows_ptr,
-    w_ptr,
-    dy_ptr,
-    dp_ptr,
-    partial_ptr,
-    tokens,
-    inner,
-    part,
-    stride_part,
-    width_part,
-    UNIT: tl.constexpr,
-    eps,
-    HAS_U: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    AGAIN: tl.constexpr,
-    STAGES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    dout_ptr, y_ptr, p_ptr, u_ptr, rows_ptr, w_ptr, dy_ptr, dp_ptr, partial_ptr, tokens, inner, part,
+    stride_part, width_part, UNIT: tl.constexpr, eps, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr,
+    AGAIN: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     stride, width = stride_part * UNIT, width_part * UNIT
     entry = tl.arange(0, BLOCK)
     real = entry < part

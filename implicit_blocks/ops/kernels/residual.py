@@ -103,16 +103,9 @@ def _partial(z_ptr, fz_ptr, sums_ptr, F, parts, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _finish(
-    sums_ptr,
-    found_ptr,
-    scale_ptr,
-    grown_ptr,
-    parts,
-    stride,
-    floor,
-    RELATIVE: tl.constexpr,
+    sums_ptr, found_ptr, scale_ptr, grown_ptr, parts, stride, floor, RELATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     element = tl.program_id(0).to(tl.int64)
     step = tl.zeros((BLOCK,), tl.float64)
     value = tl.zeros((BLOCK,), tl.float64)

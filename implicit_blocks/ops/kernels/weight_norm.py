@@ -205,14 +205,9 @@ def matrix_of(line, number: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexp
 
 @triton.jit
 def _forward(
-    table_ptr,
-    count,
-    UNIT: tl.constexpr,
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    STEPS: tl.constexpr,
+    table_ptr, count, UNIT: tl.constexpr, SOURCE: tl.constexpr, DTYPE: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     line, row = table_line(table_ptr, count, 8, STEPS)
     R = tl.load(line + 1)
     C = tl.load(line + 2) * UNIT
@@ -230,14 +225,9 @@ def _forward(
 
 @triton.jit
 def _backward(
-    table_ptr,
-    count,
-    UNIT: tl.constexpr,
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    STEPS: tl.constexpr,
+    table_ptr, count, UNIT: tl.constexpr, SOURCE: tl.constexpr, DTYPE: tl.constexpr, STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     line, row = table_line(table_ptr, count, 10, STEPS)
     C = tl.load(line + 2) * UNIT
     width = tl.load(line + 3) * UNIT
