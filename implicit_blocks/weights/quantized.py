@@ -44,15 +44,15 @@ class QuantizedWeights:
         """Return the quantized weights of a pass; None: none of them can be quantized."""
         if self._weights is not None and self._of is not None and self._of() is cached:
             return self._weights
-        tensors = cached.tensors()
-        if self._weights is None or not _fits(self._weights, cached):
+        if self._weights is None or not _filled(self._weights, cached):
+            tensors = cached.tensors()
             why = device_obstacle(tensors[0].device) if tensors else "no weights are cached"
             with torch.inference_mode(False):
                 self._weights = None if why else _room(cached)
             if self._weights is None:
                 _report_once(why or "no linear layer has a supported weight")
                 return None
-        _fill(self._weights, cached)
+            _filled(self._weights, cached)
         self._of = ref(cached)
         return self._weights
 
@@ -84,41 +84,37 @@ def _obstacle(layer: Linear, value: Any) -> str | None:
     return weight_obstacle(value[0])
 
 
-def _fits(room: WeightCache, cached: WeightCache) -> bool:
-    """Whether the memory is that of these modules, with weights of these shapes, dtypes and devices."""
-    kept, given = room.items(), cached.items()
-    if len(kept) != len(given) or any(a is not b for (a, _), (b, _) in zip(kept, given, strict=True)):
+def _filled(room: WeightCache, cached: WeightCache) -> bool:
+    """Quantize and copy the weights of a pass; False where the memory is not that of these weights.
+
+    It must be of the same modules, shapes, dtypes and devices. The device waits for this function.
+    """
+    before, now = room.items(), cached.items()
+    if len(before) != len(now):
         return False
-    return all(
-        (a.shape, a.device) == (b.shape, b.device) and dtype == b.dtype
-        for (_, own), (_, new) in zip(kept, given, strict=True)
-        for (a, dtype), b in zip(_parts(own), (part for part, _ in _parts(new)), strict=True)
-    )
-
-
-def _parts(value: object) -> list[tuple[Tensor, torch.dtype]]:
-    """Return the tensors of a cached value with the dtypes in which products use them."""
-    if isinstance(value, Tensor):
-        return [(value, value.dtype)]
-    if isinstance(value, Float8Weight):
-        return [(value.codes[: value.rows], value.dtype)]
-    return [part for each in value for part in _parts(each)] if isinstance(value, tuple) else []
-
-
-def _fill(room: WeightCache, cached: WeightCache) -> None:
-    """Quantize and copy the weights of a pass."""
     codes, sources = list[Float8Weight](), list[Tensor]()
     kept, given = list[Tensor](), list[Tensor]()
-    for (_, own), (_, new) in zip(room.items(), cached.items(), strict=True):
-        if isinstance(own, tuple) and isinstance(own[0], Float8Weight):
-            codes.append(own[0])
-            sources.append(new[0].detach())
-            own, new = own[1], new[1]  # the bias is left to copy
-        kept += [part for part, _ in _parts(own)]
-        given += [part.detach() for part, _ in _parts(new)]
+    for (holder, own), (other, new) in zip(before, now, strict=True):
+        if holder is not other:
+            return False
+        pairs = zip(own, new, strict=True) if isinstance(new, tuple) else ((own, new),)
+        for room_part, part in pairs:
+            if isinstance(room_part, Float8Weight):
+                if (room_part.rows, room_part.codes.shape[1]) != part.shape or room_part.dtype != part.dtype:
+                    return False
+                codes.append(room_part)
+                sources.append(part.detach())
+            elif part is not None:
+                if room_part.shape != part.shape or room_part.dtype != part.dtype:
+                    return False
+                kept.append(room_part)
+                given.append(part.detach())
+    if sources and sources[0].device != codes[0].codes.device:
+        return False
     quantize_(codes, sources)
     if kept:
         torch._foreach_copy_(kept, given)
+    return True
 
 
 @cache
