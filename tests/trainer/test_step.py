@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Ranks, alone
+from trainer.optim.capturable import step_where_finite
 from trainer.run.step import StepResult, _objective, _Tally, training_step
 
 
@@ -93,7 +94,8 @@ def test_adjoint_solves_of_all_micro_batches_are_counted() -> None:
     for own, adjoint in ((solved(1, 3), solved(5, 7)), (solved(2, 2), solved(9, 11))):
         own.adjoint = SimpleNamespace(solutions=[adjoint])
         tally.add(torch.tensor(1.0), SimpleNamespace(predictions=labels, solution=own), labels, 1)
-    result = tally.over(Ranks(torch.device("cpu")), norm=torch.tensor(0.5), at_once=2)
+    tally.send(torch.tensor(0.5))
+    result = tally.over(Ranks(torch.device("cpu")), at_once=2)
     assert result.search is not None
     assert result.adjoint is not None
     assert (result.search.iterations, result.search.iterations_max) == (2.0, 3)
@@ -108,3 +110,23 @@ def test_the_mean_penalty_is_added_to_the_loss() -> None:
     without: Any = SimpleNamespace(penalty=None)
     for solution in (None, without):
         assert _objective(loss, solution) is loss
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])
+def test_a_step_that_the_device_decides_is_that_of_the_optimizer_or_none(value: float) -> None:
+    torch.manual_seed(0)
+    start, gradient = torch.randn(7), torch.randn(7)
+    found, expected = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    guarded, plain = (torch.optim.AdamW([p], lr=0.1, fused=True) for p in (found, expected))
+    for factor in (1.0, value, 1.0):
+        finite = factor == 1.0
+        for parameter in (found, expected):
+            parameter.grad = gradient.clone() * factor
+        assert step_where_finite(guarded, torch.tensor(factor), gradient.norm())
+        if finite:
+            plain.step()
+    assert torch.equal(found, expected)
+    for name, entry in plain.state[expected].items():
+        assert torch.equal(guarded.state[found][name], entry)
+    assert not hasattr(guarded, "found_inf")
+    assert not step_where_finite(torch.optim.SGD([found], lr=0.1), torch.tensor(1.0))

@@ -39,6 +39,21 @@ def make_capturable(optimizer: torch.optim.Optimizer, rate: Tensor, skip: Tensor
 
 
 @torch.no_grad()
+def step_where_finite(optimizer: torch.optim.Optimizer, *values: Tensor) -> bool:
+    """Make a step that changes nothing if a scalar is NaN or infinite, without asking the device.
+
+    Returns False, and does nothing, for optimizers other than AdamW with its fused kernel.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW) or not all(g["fused"] for g in optimizer.param_groups):
+        return False
+    finite = torch.stack([value.float() for value in values]).isfinite().all()
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # the fused kernel reads it
+    optimizer.step()
+    del optimizer.found_inf  # type: ignore[attr-defined]
+    return True
+
+
+@torch.no_grad()
 def capturable_step(optimizer: torch.optim.Optimizer, rate: Tensor, skip: Tensor) -> None:
     """Make a step of an optimizer that `make_capturable` has changed, with the same two tensors."""
     if isinstance(optimizer, MuonAndAdamW):

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.solution import Solution
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
 from trainer.errors import DataError
+from trainer.optim.capturable import step_where_finite
 from trainer.reporting.metrics import rounded
 from trainer.run.trainable_model import TrainingOutput
 
@@ -170,12 +172,15 @@ def training_step(
             (_objective(loss, output.solution) * (share * layout.gradient_scale)).backward()
         tally.add(loss.detach() * share, output, part.labels, last_tokens)
 
-    # All measurements are read from the device at once, before the update, which NaN would destroy.
+    # All measurements are read from the device at once, before the update, which NaN would destroy. Where
+    # the device itself makes no such update, the host prepares the next step meanwhile.
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
+    tally.send(norm)
+    updated = ranks.is_single and step_where_finite(optimizer, tally.loss, norm)
     compacts = bool(getattr(getattr(layout.model, "gradient", None), "searches", True))
     grid = layout.grid
-    totals = tally.over(grid.data, norm=norm, at_once=size, compacts=compacts, parts=grid.parts)
-    if totals.not_finite is None:
+    totals = tally.over(grid.data, at_once=size, compacts=compacts, parts=grid.parts)
+    if totals.not_finite is None and not updated:
         optimizer.step()
     return totals
 
@@ -189,14 +194,14 @@ class _Tally:
     """Sums over a rank's micro-batches, on the device until the end of the step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), device=device)
+        self.loss = torch.zeros((), device=device)
         # correct, scored, correct among the last, scored among the last
         self._correct = torch.zeros(4, device=device)
         self._searches: list[_Status] = []
         self._adjoints: list[_Status] = []
 
     def add(self, loss: Tensor, output: TrainingOutput, labels_BL: Tensor, last_tokens: int) -> None:
-        self._loss = self._loss + loss.to(self._loss)
+        self.loss = self.loss + loss.to(self.loss)
         assert output.predictions is not None
         correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
         first = max(0, labels_BL.shape[1] - last_tokens)
@@ -211,19 +216,21 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def over(
-        self, ranks: Ranks, *, norm: Tensor, at_once: int, compacts: bool = True, parts: int = 1
-    ) -> StepResult:
-        """Read all sums from the device at once and combine them with those of the other ranks.
+    def send(self, norm: Tensor) -> None:
+        """Begin the copy of all sums to the host, with the norm of the gradients."""
+        searches, adjoints = _columns(self._searches), _columns(self._adjoints)
+        scalars = torch.cat([torch.stack([self.loss, norm.to(self.loss)]), self._correct])
+        self._adjoints_from = 6 + sum(column.numel() for column in searches)
+        self._sent = AsyncHostCopy(torch.cat([scalars.double(), *searches, *adjoints]))
+
+    def over(self, ranks: Ranks, *, at_once: int, compacts: bool = True, parts: int = 1) -> StepResult:
+        """Wait for what was sent and combine it with that of the other ranks.
 
         ``at_once`` is the number of sequences of a rank in one search; ``compacts``: as for ``_executed``.
         Each run of ``parts`` ranks has parts of the same sequences.
         """
-        searches, adjoints = _columns(self._searches), _columns(self._adjoints)
-        scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
-        own = torch.cat([scalars.double(), *searches, *adjoints]).tolist()
-        every = torch.tensor(ranks.gather(own), dtype=torch.float64)
-        first_search, first_adjoint = 6, 6 + sum(column.numel() for column in searches)
+        every = torch.tensor(ranks.gather(self._sent.read()), dtype=torch.float64)
+        first_search, first_adjoint = 6, self._adjoints_from
         correct, scored, last_correct, last_scored = every[:, 2:first_search].sum(0).tolist()
         sequences = every[::parts]
         found = sequences[:, first_search:first_adjoint]
@@ -235,7 +242,7 @@ class _Tally:
             search=_summed_up(found),
             adjoint=_summed_up(sequences[:, first_adjoint:]),
             iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once, compacts=compacts)
-            if searches
+            if self._searches
             else None,
         )
 
