@@ -188,35 +188,12 @@ def _attend(key, value, key_scale, value_scale, before, q, largest, weights, y, 
 
 @triton.jit
 def _attention_step(
-    p_ptr,
-    u_ptr,
-    rows_ptr,
-    lengths_ptr,
-    keys_ptr,
-    values_ptr,
-    key_scales_ptr,
-    value_scales_ptr,
-    cos_ptr,
-    sin_ptr,
-    found_ptr,
-    sums_ptr,
-    out_ptr,
-    arrivals_ptr,
-    U,
-    T,
-    scale,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    H: tl.constexpr,
-    KV: tl.constexpr,
-    P: tl.constexpr,
-    HAS_U: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    FIRST: tl.constexpr,
+    p_ptr, u_ptr, rows_ptr, lengths_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, cos_ptr,
+    sin_ptr, found_ptr, sums_ptr, out_ptr, arrivals_ptr, U, T, scale, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, HAS_U: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     start_next(PDL)
     F: tl.constexpr = P // 2
     head = tl.program_id(0)

@@ -130,24 +130,9 @@ def scan_step(
 
 @triton.jit
 def _prepare_mamba2(
-    p_ptr,
-    u_ptr,
-    rows_ptr,
-    out_ptr,
-    U,
-    entries_ptr,
-    taps_ptr,
-    conv_ptr,
-    conv_bias_ptr,
-    dt_bias_ptr,
-    inner,
-    C,
-    HAS_U: tl.constexpr,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    p_ptr, u_ptr, rows_ptr, out_ptr, U, entries_ptr, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner,
+    C, HAS_U: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous(PDL)
     start_next(PDL)  # late, because the scan reads states before it waits
     row = tl.program_id(1).to(tl.int64)
@@ -168,24 +153,10 @@ def _prepare_mamba2(
 
 @triton.jit
 def _scan_step(
-    p_ptr,
-    rows_ptr,
-    committing_ptr,
-    h_ptr,
-    a_log_ptr,
-    d_ptr,
-    norm_ptr,
-    out_ptr,
-    squares_ptr,
-    U,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    p_ptr, rows_ptr, committing_ptr, h_ptr, a_log_ptr, d_ptr, norm_ptr, out_ptr, squares_ptr, U,
+    H: tl.constexpr, P: tl.constexpr, N: tl.constexpr, G: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
     part = tl.program_id(0) % (P // BLOCK_P)

@@ -155,18 +155,9 @@ def take_coarse(
 
 @triton.jit
 def _take_up(
-    z_ptr,
-    lengths_ptr,
-    busy_ptr,
-    done_ptr,
-    rows_ptr,
-    z_out_ptr,
-    lengths_out_ptr,
-    committing_ptr,
-    D,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    z_ptr, lengths_ptr, busy_ptr, done_ptr, rows_ptr, z_out_ptr, lengths_out_ptr, committing_ptr, D,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous(PDL)
     start_next(PDL)  # late, as the first kernel of a call
     row = tl.program_id(0).to(tl.int64)
@@ -180,34 +171,11 @@ def _take_up(
 
 @triton.jit
 def _take_in(
-    fz_ptr,
-    rows_ptr,
-    committing_ptr,
-    busy_ptr,
-    z_ptr,
-    best_ptr,
-    hidden_ptr,
-    residual_ptr,
-    scale_ptr,
-    iterations_ptr,
-    converged_ptr,
-    done_ptr,
-    lengths_ptr,
-    entries_ptr,
-    S,
-    D,
-    Y,
-    taps,
-    damping,
-    tolerance,
-    max_iterations,
-    floor,
-    RELATIVE: tl.constexpr,
-    HAS_ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    fz_ptr, rows_ptr, committing_ptr, busy_ptr, z_ptr, best_ptr, hidden_ptr, residual_ptr, scale_ptr,
+    iterations_ptr, converged_ptr, done_ptr, lengths_ptr, entries_ptr, S, D, Y, taps, damping, tolerance,
+    max_iterations, floor, RELATIVE: tl.constexpr, HAS_ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_Y: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -260,24 +228,10 @@ def _take_in(
 
 @triton.jit
 def _take_coarse(
-    fz_ptr,
-    rows_ptr,
-    z_ptr,
-    best_ptr,
-    busy_ptr,
-    done_ptr,
-    coarse_ptr,
-    scale_ptr,
-    iterations_ptr,
-    D,
-    damping,
-    begin_fine,
-    max_iterations,
-    floor,
-    RELATIVE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    fz_ptr, rows_ptr, z_ptr, best_ptr, busy_ptr, done_ptr, coarse_ptr, scale_ptr, iterations_ptr, D,
+    damping, begin_fine, max_iterations, floor, RELATIVE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     start_next(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
