@@ -132,11 +132,12 @@ class Loop:
                 fz = ahead
                 self.state = self.state._replace(z=proposed, solver=proposed_state)
             else:
-                f = self.f
                 self.state = self.freeze(proposed, proposed_state)
-                self.shrink(remaining, rows)
-                # Rows do not see each other, so the values of active ones are those of the frozen state.
-                fz = ahead if self.leading == 1 and self.exit is None and self.f is f else None
+                stay = self.shrink(remaining, rows)
+                fz = None
+                if ahead is not None and self.leading == 1 and self.exit is None:
+                    # Rows do not see each other, so the values of active ones are those of the frozen state.
+                    fz = ahead if stay is None else ahead[stay]
             if self.iterates is not None and iteration in self.iterates:
                 self.iterates.add(iteration, self.state.z, self.results)
         found: State | FullResults = self.state
@@ -255,15 +256,17 @@ class Loop:
 
     # ------------------------------------------------------------------------------------ the working set
 
-    def shrink(self, remaining: int, rows: int) -> None:
+    def shrink(self, remaining: int, rows: int) -> Tensor | None:
         """Let rows and tokens that are done leave the working set, where that pays.
+
+        Returns the indices of the rows that stay, or None if all do.
 
         Args:
             remaining: number of active elements.
             rows: number of rows that have any.
 
         """
-        size, full_size = self.state.z.shape[0], self.z0.shape[0]
+        index, size, full_size = None, self.state.z.shape[0], self.z0.shape[0]
         if (
             self.compaction is not None
             and self.compaction.pays(rows, size=size, full_size=full_size)
@@ -285,6 +288,7 @@ class Loop:
                 self.exit = self.exit and self.exit.restrict("after", prefix)
                 self.state = drop_prefix(self.state, tokens)
         self.all_active = remaining == self.state.status.active.numel()
+        return index
 
 
 def flatten_features(z: Tensor, leading: int) -> Tensor:
