@@ -141,7 +141,7 @@ def test_explicit_twins_have_the_same_layers_data_and_recipe(name: str) -> None:
     spec: Any = load_spec(name)
     twin: Any = load_spec(f"{name}_explicit")
     assert (spec.data, spec.evaluation) == (twin.data, twin.evaluation)
-    tuned = {"max_steps": True, "max_tokens": True, "optimizer": {"weight_decay"}}
+    tuned = {"max_steps": True, "max_tokens": True, "ema": True, "optimizer": {"weight_decay"}}
     exclude = tuned if "residual" in name else {}  # these are tuned on each side
     assert spec.training.model_dump(exclude=exclude) == twin.training.model_dump(exclude=exclude)
     assert spec.model.stacks == twin.model.stacks
@@ -170,8 +170,21 @@ def test_book_variants_search_in_evaluation_and_can_take_the_loops_of_training(n
 
 
 MEASURED = {
-    "books_5m_residual": {"family": "llama", "layers": (1, 2, 1), "loops": 3, "weight_decay": 0.75},
-    "books_5m_residual_explicit": {"family": "llama", "layers": (0, 4, 0), "weight_decay": 1.5, "share": 0.6},
+    "books_5m_residual": {
+        "family": "llama",
+        "layers": (1, 2, 1),
+        "loops": 3,
+        "weight_decay": 1.5,
+        "petaflops": 1.83,
+        "average": 0.997,
+    },
+    "books_5m_residual_explicit": {
+        "family": "llama",
+        "layers": (0, 4, 0),
+        "weight_decay": 1.5,
+        "petaflops": 1.83,
+        "average": 0.999,
+    },
     "books_8m_residual": {"family": "llama", "layers": (2, 4, 2), "loops": 4, "weight_decay": 1.5},
     "books_8m_residual_explicit": {"family": "llama", "layers": (0, 8, 0), "weight_decay": 1.5},
     "books_5m_mamba2_residual": {"family": "mamba2", "layers": (2, 4, 2), "loops": 4, "weight_decay": 2.0},
@@ -182,7 +195,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_compute(name: str) -> None:
     fields: dict[str, Any] = {**MEASURED[name], "learning_rate": 2e-3}
-    fields["petaflops"] = 3.0 if fields["family"] == "llama" else 0.75
+    fields.setdefault("petaflops", 3.0 if fields["family"] == "llama" else 0.75)
     if fields.get("loops"):
         fields |= {"end_loops": 8, "end_from": 0.8}
     if fields.get("loops") == 4:
@@ -198,6 +211,7 @@ def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_
     assert spec.total_tokens == pytest.approx(measured.total_tokens, rel=0.01)
     assert spec.training.optimizer == measured.training.optimizer
     assert spec.schedule_spec() == measured.schedule_spec()
+    assert (spec.training.ema and spec.training.ema.decay) == fields.get("average")
     assert spec.training.max_grad_norm == measured.training.max_grad_norm
     if fields.get("loops"):
         assert spec.model.injection == measured.model.injection
