@@ -112,28 +112,44 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
     )
 
 
-def differences_table() -> str:
-    """Return the implicit recipes beside explicit ones over reported seeds, of all parts.
+Rows = tuple[Recipe, list[Mapping[str, Any]]]
+"""A recipe, and its runs with reported seeds."""
 
-    These are the explicit recipe of equally many parameters and the one of any size that are best on the text
-    of the choice. Recipes with one seed are left out.
+
+def pairs() -> Iterator[tuple[str, Rows, Rows]]:
+    """Yield part, implicit and explicit recipe of what is compared over reported seeds.
+
+    The explicit recipes are the one of equally many parameters and the one of any size that are best on the
+    text of the choice. Recipes with one seed are left out.
     """
-    head = ("setting", "implicit", "explicit", "parameters", "perplexities", "seeds", "difference",
-            "95 % interval", "every seed below")  # fmt: skip
-    lines: list[tuple[str, ...]] = [head]
     for part in FILES:
-        known = {one: rows for one, rows in by_recipe(reported(read(part))).items() if len(rows) > 1}
+        known = [one for one in by_recipe(reported(read(part))).items() if len(one[1]) > 1]
         explicit = sorted(
-            (one for one in known.items() if one[0].side == "explicit"),
+            (one for one in known if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
         )
-        for ours, runs in known.items():
-            size = runs[0]["parameters"]
+        for ours in (one for one in known if one[0].side == "implicit"):
+            size = ours[1][0]["parameters"]
             equal = [one for one in explicit if abs(one[1][0]["parameters"] / size - 1) <= MARGIN]
-            others = [*equal[:1], *(one for one in explicit[:1] if one not in equal)]
-            if ours.side == "implicit":
-                lines += [(part, *_difference(ours, runs, *theirs)) for theirs in others]
-    return markdown(lines)
+            for theirs in (*equal[:1], *(one for one in explicit[:1] if one not in equal)):
+                yield part, ours, theirs
+
+
+def differences_table() -> str:
+    """Return the differences of all pairs."""
+    head = ("setting", "implicit", "explicit", "parameters", "perplexities", "seeds", "difference",
+            "95 % interval", "every seed below")  # fmt: skip
+    return markdown([head, *((part, *_difference(*ours, *theirs)) for part, ours, theirs in pairs())])
+
+
+def phrase(ours: Rows, theirs: Rows) -> str:
+    """Return the difference of a pair in words."""
+    found = difference_of_runs(ours[1], theirs[1])
+    low, high = found["interval"]
+    side = "below" if found["difference"] < 0 else "above"
+    text = f"{abs(found['difference']):.1%} {side} (95%: {low:+.1%} to {high:+.1%})"
+    text = text.replace("-", "\N{MINUS SIGN}").replace("% to", " to").replace("%", " %")
+    return text.replace("95 %:", "95 % interval:")
 
 
 def _difference(ours: Recipe, our_runs: Runs, theirs: Recipe, their_runs: Runs) -> tuple[str, ...]:

@@ -195,6 +195,11 @@ def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dic
         assert " ".join(text.split()) in PAGE, title
 
 
+def test_the_differences_with_averaged_weights(half: dict[str, Any]) -> None:
+    for part, ours, theirs in half["pairs"]():
+        assert half["phrase"](ours, theirs) in PAGE, part
+
+
 def test_averages_make_the_lead_of_llama_smaller(half: dict[str, Any]) -> None:
     small = [run for run in half["read"]("Llama") if run["parameters"] < 5.4e6]
     pairs = []
