@@ -14,6 +14,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from equal_compute_scaling import fitted, sentences, series
+from equal_compute_scaling import table as sizes_table
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 from report import RESULTS
 
@@ -23,7 +25,12 @@ from trainer.experiments.equal_compute.tables import at_fixed_point
 
 FILES = {
     "Llama": "equal_compute_averaged",
+    "Llama, twice the FLOPs": "equal_compute_averaged_longer",
+    "Llama, 2 M": "equal_compute_averaged_2m",
+    "Llama, 10 M": "equal_compute_averaged_10m",
+    "Llama, Muon": "equal_compute_averaged_muon",
     "5 M": "equal_compute_half",
+    "Mamba2": "equal_compute_averaged_mamba2",
     "mamba2": "equal_compute_quarter_mamba2",
     "once": "equal_compute_once_late",
 }
@@ -197,6 +204,14 @@ def averages_table(runs: Runs) -> str:
     return markdown(lines)
 
 
+def sizes() -> tuple[str, str]:
+    """Return the table of sizes and what the lines say; empty with fewer than two sizes."""
+    runs = [run for part in ("Llama, 2 M", "Llama", "Llama, 10 M") for run in read(part)]
+    runs = [run for run in runs if run["side"] == "explicit" or run["recipe"]["end_loops"]]
+    found = series(runs, layers=[1, 2, 1], optimizer="adamw")
+    return (sizes_table(found), sentences(fitted(found))) if len(found) > 1 else ("", "")
+
+
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """Return lines of cells, the first of them the head, as a Markdown table."""
     return "\n".join(
@@ -213,15 +228,18 @@ def tables() -> Iterator[tuple[str, str]]:
     """Yield the title and the text of every table of the page that was measured."""
     for part in FILES:
         runs = read(part)
-        if not runs:
-            continue
-        yield f"{part}: the choice", recipes_table(best_of_each_model(choosing(runs)))
+        if choosing(runs):
+            yield f"{part}: the choice", recipes_table(best_of_each_model(choosing(runs)))
         if reported(runs):
             yield f"{part}: reported seeds", recipes_table(reported(runs))
     yield "differences", differences_table()
     everything = [run for part in FILES for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)
+    table, lines = sizes()
+    if table:
+        yield "sizes", table
+        yield "lines", lines
 
 
 def main() -> None:
