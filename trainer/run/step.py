@@ -176,7 +176,7 @@ def training_step(
     # the device itself makes no such update, the host prepares the next step meanwhile.
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
     tally.send(norm)
-    updated = ranks.is_single and step_where_finite(optimizer, tally.loss, norm)
+    updated = norm.is_cuda and ranks.is_single and step_where_finite(optimizer, tally.loss, norm)
     compacts = bool(getattr(getattr(layout.model, "gradient", None), "searches", True))
     grid = layout.grid
     totals = tally.over(grid.data, at_once=size, compacts=compacts, parts=grid.parts)
@@ -221,7 +221,8 @@ class _Tally:
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self.loss, norm.to(self.loss)]), self._correct])
         self._adjoints_from = 6 + sum(column.numel() for column in searches)
-        self._sent = AsyncHostCopy(torch.cat([scalars.double(), *searches, *adjoints]))
+        values = torch.cat([scalars.double(), *searches, *adjoints])
+        self._read = AsyncHostCopy(values).read if values.is_cuda else values.tolist
 
     def over(self, ranks: Ranks, *, at_once: int, compacts: bool = True, parts: int = 1) -> StepResult:
         """Wait for what was sent and combine it with that of the other ranks.
@@ -229,7 +230,7 @@ class _Tally:
         ``at_once`` is the number of sequences of a rank in one search; ``compacts``: as for ``_executed``.
         Each run of ``parts`` ranks has parts of the same sequences.
         """
-        every = torch.tensor(ranks.gather(self._sent.read()), dtype=torch.float64)
+        every = torch.tensor(ranks.gather(self._read()), dtype=torch.float64)
         first_search, first_adjoint = 6, self._adjoints_from
         correct, scored, last_correct, last_scored = every[:, 2:first_search].sum(0).tolist()
         sequences = every[::parts]
