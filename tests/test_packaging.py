@@ -268,7 +268,8 @@ def test_type_checkers_see_every_component_of_a_package(package):
     (typing_only,) = (
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    imported = {alias.asname for node in typing_only.body for alias in node.names}
+    imports = [*typing_only.body, *(node for node in tree.body if isinstance(node, ast.ImportFrom))]
+    imported = {alias.asname for node in imports for alias in node.names if alias.asname is not None}
     assert defined | imported == set(importlib.import_module(f"implicit_blocks.{package}").__all__)
 
 

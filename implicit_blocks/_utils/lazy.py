@@ -54,8 +54,7 @@ def names_of_components(
 ) -> GetAttribute:
     """Return a package's ``__getattr__`` for the components that it registers.
 
-    Each registration gives two names: the spec class, defined in the package itself, and the class that its
-    import string names.
+    Each registration gives two names: the spec class, and the class that its import string names.
 
     Args:
         package: the package's ``__name__``.

@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from implicit_blocks.interfaces import Mixer
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
-from implicit_blocks.mixers import VALUE_GATE_CHANNELS
+from implicit_blocks.mixers.attention import VALUE_GATE_CHANNELS
 from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.slots import attend_slot_windows, attend_slots
