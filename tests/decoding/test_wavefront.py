@@ -214,8 +214,8 @@ def test_a_diverging_token_leaves_the_others_finite(tiny_model, prompts):
     model = tiny_model("attention", tolerance=1e-4)
     inject = type(model).inject
 
-    def large(self, x_BLD, weights):
-        u, e = inject(self, x_BLD, weights)
+    def large(self, x_BLD, weights, **options):
+        u, e = inject(self, x_BLD, weights, **options)
         return u.masked_fill((x_BLD == self.embedding.weight[7]).all(-1, keepdim=True), 1e38), e
 
     texts = [[1, 2, 3], [2, 7], [4]]
