@@ -15,23 +15,25 @@ from typing import Any
 
 
 async def measure(
-    port: int, clients: int, texts: list[list[int]], body: dict[str, Any]
+    port: int, clients: int, texts: list[tuple[list[int], int]], body: dict[str, Any]
 ) -> dict[str, float | list[float]]:
     """Send a request for each text, and measure tokens per second and the seconds between the chunks.
 
     Args:
         port: that of the server, at 127.0.0.1.
         clients: number of requests at a time.
-        texts: the prompts, as tokens.
+        texts: the prompts, as tokens, each with the number of new tokens.
         body: the other fields of the requests.
 
     """
     first: list[float] = []
     between: list[float] = []
-    left = list(texts)
+    left = iter(texts)
 
-    async def send(text: list[int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        sent = json.dumps({**body, "prompt": text, "stream": True}).encode()
+    async def send(
+        prompt: list[int], tokens: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        sent = json.dumps({**body, "prompt": prompt, "max_tokens": tokens, "stream": True}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
         )
@@ -47,15 +49,17 @@ async def measure(
         assert seen and b"data: [DONE]" in tail, "a request was refused or not finished"  # noqa: PT018
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while left:
-            await send(left.pop(), reader, writer)
+        for prompt, tokens in left:
+            await send(prompt, tokens, reader, writer)
         writer.close()
 
     connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(clients)]
     began = time.perf_counter()
     await asyncio.gather(*(client(*connection) for connection in connections))
     seconds = time.perf_counter() - began
-    found: dict[str, float | list[float]] = {"tokens_per_second": len(texts) * body["max_tokens"] / seconds}
+    found: dict[str, float | list[float]] = {
+        "tokens_per_second": sum(tokens for _, tokens in texts) / seconds
+    }
     for name, values in (("first_token", first), ("between_tokens", between)):
         cuts = statistics.quantiles(values, n=20) if len(values) > 1 else values * 19 or [0.0] * 19
         found[f"{name}_p50"], found[f"{name}_p95"] = cuts[9], cuts[18]

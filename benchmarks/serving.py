@@ -27,20 +27,23 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from report import machine, write
 
 import implicit_blocks as ib
-from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
+from implicit_blocks.decoding import NewToken, Request
+from implicit_blocks.serving.decoded_texts import Decoder
 from implicit_blocks.serving.hosting import Host
 from implicit_blocks.serving.language import Numbers
 from implicit_blocks.serving.listening import listen
 from implicit_blocks.serving.options import ServerOptions
 from implicit_blocks.serving.processes import HttpProcess
+from implicit_blocks.solution import Solution
 from implicit_blocks.specs import load_spec
 
 PROMPT = 16  # tokens
@@ -51,9 +54,19 @@ HEADER = (
 )
 
 
-def prompts(count: int, vocab_size: int) -> list[list[int]]:
+class Wanted(NamedTuple):
+    """A text that is requested: its prompt, and the number of its new tokens."""
+
+    prompt: list[int]
+    tokens: int
+
+
+def wanted(count: int, vocab_size: int, tokens: int, *, equal: bool) -> list[Wanted]:
+    """Return texts with random prompts, and lengths between half of ``tokens`` and its 3/2, unless equal."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocab_size, (count, PROMPT), generator=generator).tolist()
+    found = torch.randint(vocab_size, (count, PROMPT), generator=generator).tolist()
+    lengths = torch.randint(-(-tokens // 2), tokens * 3 // 2 + 1, (count,), generator=generator).tolist()
+    return [Wanted(prompt, tokens if equal else own) for prompt, own in zip(found, lengths, strict=True)]
 
 
 class Text:
@@ -70,7 +83,8 @@ class Stub:
     """
 
     accepts_limits = True
-    on_prompts = None
+    on_prompts: Callable[[list[int], Solution | None], None] | None = None
+    before_prompts: Callable[[], None] | None = None
     logits = torch.empty(0)
 
     def __init__(self, slots: int, rate: float) -> None:
@@ -115,16 +129,24 @@ class Stub:
             yield from self.step()
 
 
-def direct(
-    decoder: ContinuousDecoder | Stub, texts: list[list[int]], body: dict[str, Any]
-) -> dict[str, float]:
-    """Return tokens per second, seconds of processor time and iterations per token, of the decoder."""
-    for text in texts:
-        decoder.submit(
-            Request(prompt=text, max_new_tokens=body["max_tokens"], tolerance=body.get("tolerance"))
-        )
+def direct(decoder: Decoder, clients: int, texts: list[Wanted], body: dict[str, Any]) -> dict[str, float]:
+    """Return tokens per second, seconds of processor time and iterations per token, of the decoder.
+
+    As many texts as clients are in the decoder; when one ends, the next one is submitted.
+    """
+    left = iter(texts)
+
+    def submit(count: int) -> None:
+        for prompt, tokens in islice(left, count):
+            decoder.submit(Request(prompt=prompt, max_new_tokens=tokens, tolerance=body.get("tolerance")))
+
     began, used = time.perf_counter(), time.process_time()
-    iterations = [token.iterations or 0 for token in decoder.run()]
+    iterations: list[int] = []
+    submit(clients)
+    while decoder.busy:
+        made = decoder.step()
+        iterations += [token.iterations or 0 for token in made]
+        submit(sum(token.last for token in made))
     return {
         "tokens_per_second": len(iterations) / (time.perf_counter() - began),
         "cpu_per_token": (time.process_time() - used) / len(iterations),
@@ -139,7 +161,7 @@ def processor_time(pid: int) -> float:
 
 
 def through_http(
-    port: int, front: int, clients: int, texts: list[list[int]], body: dict[str, Any]
+    port: int, front: int, clients: int, texts: list[Wanted], body: dict[str, Any]
 ) -> dict[str, float]:
     """Return the same of the server, and seconds to the first token and between tokens, of streams."""
     order = json.dumps({"port": port, "clients": clients, "texts": texts, "body": body})
@@ -149,50 +171,53 @@ def through_http(
     )
     used, used_by_front = time.process_time() - used, processor_time(front) - used_by_front
     found: dict[str, float] = json.loads(done.stdout)
-    count = len(texts) * body["max_tokens"]
+    count = sum(text.tokens for text in texts)
     return {**found, "cpu_per_token": used / count, "front_cpu_per_token": used_by_front / count}
 
 
 @contextlib.contextmanager
-def served(model: Any, options: ServerOptions, make_decoder: Any) -> Iterator[tuple[int, int]]:
+def served(host: Host) -> Iterator[tuple[int, int]]:
     """Run a server; yield its port, and the ID of its HTTP process."""
-    listening = listen(options)
+    listening = listen(host.options)
     port = listening.getsockname()[1]
-    host = Host("model", model, Numbers(), options, make_decoder=make_decoder)
     with HttpProcess([host], listening) as process:
         process.wait_until_ready()
         yield port, process.pid
 
 
 def compare(
-    model: Any, clients: int, body: dict[str, Any], repeats: int, stub: float | None
+    model: Any,
+    clients: int,
+    texts: list[Wanted],
+    body: dict[str, Any],
+    *,
+    repeats: int,
+    stub: float | None,
 ) -> dict[str, Any]:
     """Return the medians of alternating repeats with a number of clients."""
+    longest = max(text.tokens for text in texts)
     options = ServerOptions(
-        port=0, max_batch_size=clients, max_seq_len=PROMPT + body["max_tokens"], max_queue=4 * clients
+        port=0, max_batch_size=clients, max_seq_len=PROMPT + longest, max_queue=4 * clients
     )
-    texts = prompts(2 * clients, model.spec.vocab_size)
-    decoder: ContinuousDecoder | Stub
-    if stub is None:
-        decoder = ContinuousDecoder(
-            model, max_batch_size=clients, max_seq_len=options.max_seq_len, limits_per_request=True
-        )
-    else:
-        decoder = Stub(clients, stub)
+    make: Any = None if stub is None else lambda: Stub(clients, stub)
+    host = Host("model", model, Numbers(), options, make_decoder=make)
+    decoder = host.new_decoder() if make is None else make()
     pairs = []
-    with served(model, options, None if stub is None else lambda: Stub(clients, stub)) as (port, front):
-        short = {**body, "max_tokens": min(4, body["max_tokens"])}  # captures graphs, and fills caches
-        direct(decoder, texts, short)
-        through_http(port, front, clients, texts, short)
+    with served(host) as (port, front):
+        short = [text._replace(tokens=-(-text.tokens // 8)) for text in texts]
+        direct(decoder, clients, short, body)  # captures graphs, and fills caches
+        through_http(port, front, clients, short, body)
         for _ in range(repeats):
-            pairs.append((direct(decoder, texts, body), through_http(port, front, clients, texts, body)))
-    alone = {name: statistics.median(one[name] for one, _ in pairs) for name in pairs[0][0]}
+            alone = direct(decoder, clients, texts, body)
+            pairs.append((alone, through_http(port, front, clients, texts, body)))
+    medians = {name: statistics.median(one[name] for one, _ in pairs) for name in pairs[0][0]}
     http = {name: statistics.median(one[name] for _, one in pairs) for name in pairs[0][1]}
     shares = [one["tokens_per_second"] / other["tokens_per_second"] for other, one in pairs]
     cpu = [other["cpu_per_token"] / one["cpu_per_token"] for other, one in pairs]
     return {
         "clients": clients,
-        "direct": alone,
+        "texts": len(texts),
+        "direct": medians,
         "http": http,
         "share": statistics.median(shares),
         "shares": shares,
@@ -221,7 +246,9 @@ def main() -> None:
     options.add_argument("--spec", help="size of new weights (default: word_problem_s3)")
     options.add_argument("--gpu", action="store_true", help="measure books_10m at 1, 16, 64, 256 clients")
     options.add_argument("--clients", type=int, nargs="+", help="numbers of clients (default: 1 16 64)")
-    options.add_argument("--tokens", type=int, help="new tokens per text (default: 64)")
+    options.add_argument("--tokens", type=int, help="mean number of new tokens per text (default: 64)")
+    options.add_argument("--equal", action="store_true", help="as many new tokens in all texts")
+    options.add_argument("--texts", type=int, default=4, metavar="N", help="texts per client (default: 4)")
     options.add_argument("--tolerance", type=float, help="tolerance of the searches (default: the spec's)")
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
@@ -230,11 +257,8 @@ def main() -> None:
     arguments = options.parse_args()
     clients = arguments.clients or ([1, 16, 64, 256] if arguments.gpu else [1, 16, 64])
     spec = arguments.spec or ("books_10m" if arguments.gpu else "word_problem_s3")
-    body = {
-        "model": "model",
-        "max_tokens": arguments.tokens or (256 if arguments.gpu else 64),
-        "temperature": 0,
-    }
+    tokens = arguments.tokens or (128 if arguments.gpu else 64)
+    body: dict[str, Any] = {"model": "model", "temperature": 0}
     if arguments.tolerance is not None:
         body["tolerance"] = arguments.tolerance
     torch.set_num_threads(arguments.threads)
@@ -247,11 +271,15 @@ def main() -> None:
     print(HEADER)
     rows = []
     for count in clients:
-        rows.append(compare(model, count, body, arguments.repeats, arguments.stub))
+        texts = wanted(arguments.texts * count, model.spec.vocab_size, tokens, equal=arguments.equal)
+        rows.append(compare(model, count, texts, body, repeats=arguments.repeats, stub=arguments.stub))
         print(line(rows[-1]), flush=True)
         if arguments.record is not None:
             source = spec if arguments.source is None else Path(arguments.source).name
-            write(arguments.record, {"machine": machine(), "source": source, "request": body, "rows": rows})
+            request = {**body, "max_tokens": tokens, "equal": arguments.equal}
+            write(
+                arguments.record, {"machine": machine(), "source": source, "request": request, "rows": rows}
+            )
 
 
 if __name__ == "__main__":

@@ -189,9 +189,20 @@ class SlotStates(ABC):
     def prefill(self, slot: int) -> State:
         """Return the state of a slot before its first token, of one row, in which a prompt is solved."""
 
-    @abstractmethod
     def commit(self, slot: int, state: State) -> None:
-        """Store the state after a prompt, of one row, continued from ``prefill``'s state or a new one."""
+        """Store the state after a prompt, of one row, continued from ``prefill``'s state or a new one.
+
+        Only ``commit_rows`` calls it.
+        """
+        raise NotImplementedError
+
+    def commit_rows(self, mixer: Mixer, slots: Sequence[int], slots_B: Tensor, state: State) -> None:
+        """Store the states after prompts, one per row, in these slots; ``slots_B`` int64 are the same.
+
+        Where ``windows`` is True, the rows may end with padding. By default each row is stored alone.
+        """
+        for row, slot in enumerate(slots):
+            self.commit(slot, mixer.select_rows(state, torch.full_like(slots_B[:1], row)))
 
     @abstractmethod
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:

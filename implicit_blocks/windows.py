@@ -30,7 +30,8 @@ class Window:
     ``positions_BL`` (1 or B, L) int64 counts the real tokens of each row from 0, across documents.
     ``valid_BT`` (B, T) bool is False at padding; ``documents_BT`` (B, T) int64 numbers the documents packed
     into a row. Both include the committed tokens, T = start + length, and are None where there is no padding
-    or a single document. ``gaps`` is False where no padding separates two tokens of a row. ``dtype`` is that
+    or a single document. ``gaps`` is False where no padding separates two tokens of a row, ``trailing`` is
+    True where padding comes only after the real tokens of each row. ``dtype`` is that
     of the residual stream. ``u_rows_BL`` (B, L) int64 has the row of the injection table for each token,
     where all mixers support such a table (``Mixer.supports_injection_table``). ``ids_BL`` (B, L) int64 has
     the token IDs, where a mixer needs them (``Mixer.needs_token_ids``). With ``part`` other ranks solve the
@@ -45,6 +46,7 @@ class Window:
     valid_BT: Tensor | None = None
     documents_BT: Tensor | None = None
     gaps: bool = True
+    trailing: bool = False
     dtype: torch.dtype = torch.float32
     u_rows_BL: Tensor | None = None
     ids_BL: Tensor | None = None
@@ -99,6 +101,7 @@ class Window:
             self,
             start=self.start + first,
             length=stop - first,
+            trailing=False,
             positions_BL=self.positions_BL[:, first:stop],
             valid_BT=None if self.valid_BT is None else self.valid_BT[:, :end],
             documents_BT=None if self.documents_BT is None else self.documents_BT[:, :end],
@@ -152,8 +155,9 @@ class SequenceState:
         documents_BL: Tensor | None,
         dtype: torch.dtype,
         gaps: bool = True,
+        trailing: bool = False,
     ) -> Window:
-        """Return the window of the next ``length`` tokens; ``gaps`` as in ``Window``."""
+        """Return the window of the next ``length`` tokens; ``gaps`` and ``trailing`` as in ``Window``."""
         valid = self._extend("valid", self.valid_BT, valid_BL, length, True)
         documents = self._extend("documents", self.documents_BT, documents_BL, length, 0)
         window = Window(
@@ -164,6 +168,7 @@ class SequenceState:
             valid_BT=valid,
             documents_BT=documents,
             gaps=gaps,
+            trailing=trailing and self.length == 0,
             dtype=dtype,
             part=self.part,
         )
@@ -286,7 +291,7 @@ class Inputs(NamedTuple):
     """Embedded tokens and the flags that belong to them; ``ids_BL``, the masks and documents may be None.
 
     ``valid_BL`` (B, L) bool is False at padding, ``gaps`` says whether padding separates real tokens of a
-    row. ``first`` is the number of tokens of the call before these.
+    row, ``trailing`` whether it only follows them. ``first`` is the number of earlier tokens of the call.
     """
 
     x_BLD: Tensor
@@ -295,6 +300,7 @@ class Inputs(NamedTuple):
     documents_BL: Tensor | None
     gaps: bool
     first: int = 0
+    trailing: bool = False
 
     @property
     def length(self) -> int:
@@ -315,6 +321,7 @@ class Inputs(NamedTuple):
                 None if self.documents_BL is None else self.documents_BL[:, part],
                 self.gaps,
                 first,
+                self.trailing,
             )
             windows.append(window)
         return windows
@@ -344,10 +351,13 @@ def check_inputs(
             f"the state has {state.batch_size} rows, the tokens have {batch}; give the next tokens of each "
             "row of the state"
         )
-    valid, gaps = (None, False) if attention_mask is None else _padding(attention_mask, (batch, length))
+    valid, gaps, trailing = None, False, False
+    if attention_mask is not None:
+        valid, gaps, trailing = _padding(attention_mask, (batch, length))
+        valid = None if valid is None else valid.to(x_BLD.device, non_blocking=True)
     if documents is not None:
         _check_documents(documents, valid, (batch, length))
-    return Inputs(x_BLD, ids_BL, valid, documents, gaps)
+    return Inputs(x_BLD, ids_BL, valid, documents, gaps, trailing=trailing)
 
 
 def check_windows(*, commit: bool, bidirectional: bool) -> None:
@@ -359,8 +369,8 @@ def check_windows(*, commit: bool, bidirectional: bool) -> None:
         )
 
 
-def _padding(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor | None, bool]:
-    """Return where tokens are real, (B, L) bool, None where all are; and whether padding separates any."""
+def _padding(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor | None, bool, bool]:
+    """Return where tokens are real, (B, L) bool, None: everywhere; and ``gaps`` and ``trailing``."""
     if attention_mask.shape != shape:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, the tokens {shape}; give one flag "
@@ -368,8 +378,9 @@ def _padding(attention_mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor | N
         )
     valid = attention_mask.bool()
     begun = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0]  # runs of real tokens
-    whole, parted = torch.stack((valid.all(), (begun > 1).any())).cpu()  # one synchronization for both
-    return (None, False) if bool(whole) else (valid, bool(parted))
+    facts = torch.stack((valid.all(), (begun > 1).any(), valid[:, 0].all()))
+    whole, parted, begins = facts.tolist()  # one synchronization for all, none with a mask on the host
+    return (None, False, False) if whole else (valid, parted, begins and not parted)
 
 
 def _check_documents(documents: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:

@@ -139,10 +139,13 @@ class HybridSlots(SlotStates):
         """Return every mixer's empty state."""
         return tuple(part.prefill(slot) for part in self.parts)
 
-    def commit(self, slot: int, state: tuple[State, ...]) -> None:
-        """Store each mixer's state in its own slots."""
-        for part, of_part in zip(self.parts, state, strict=True):
-            part.commit(slot, of_part)
+    def commit_rows(
+        self, mixer: Mixer, slots: Sequence[int], slots_B: Tensor, state: tuple[State, ...]
+    ) -> None:
+        """Store each mixer's states in its own slots."""
+        assert isinstance(mixer, Hybrid)
+        for part, of_part, own in zip(self.parts, state, mixer._each(), strict=True):
+            part.commit_rows(own, slots, slots_B, of_part)
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> tuple[State, ...]:
         """Return every mixer's states."""

@@ -8,6 +8,8 @@ Shape legend: S slots, R of them in a step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -36,10 +38,10 @@ class RecurrentSlots(SlotStates):
         """Return an empty state."""
         return self._new
 
-    def commit(self, slot: int, state: State) -> None:
-        """Copy the state into its slot."""
-        for whole, row in self._pairs(state):
-            whole[slot : slot + 1] = row
+    def commit_rows(self, mixer: Mixer, slots: Sequence[int], slots_B: Tensor, state: State) -> None:
+        """Copy the states into their slots."""
+        for whole, rows in self._pairs(state):
+            whole[slots_B] = rows.to(whole.dtype)
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
         """Return the states of all slots, or a copy of those of ``rows_R``."""

@@ -51,9 +51,15 @@ class MapGraphs:
 
     No reference to the stack is kept here, because the stack refers to this object: both are freed with
     the last reference to the model.
+
+    Args:
+        most: maximum number of shapes of searches.
+        compact: whether rows that are done leave searches, which continue in graphs of fewer rows.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST, *, compact: bool = True) -> None:
+        self._most, self.compact = most, compact
         self._searches: dict[Hashable, _SearchGraph] = {}
         self._steps: dict[Hashable, list[_StepGraph]] = {}
         self._buffers: dict[Hashable, _Buffers] = {}
@@ -65,7 +71,9 @@ class MapGraphs:
         self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
-        return MapGraphs()  # a graph uses the memory that it was captured with
+        return MapGraphs(
+            self._most, compact=self.compact
+        )  # a graph uses the memory that it was captured with
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -131,7 +139,7 @@ class MapGraphs:
             return step.call(given)
         search = self._searches.get(key)
         if search is None:
-            if len(self._searches) >= MOST:
+            if len(self._searches) >= self._most:
                 return f.compute(z_BLD)
             search = self._searches[key] = _SearchGraph(buffers.bind(f, with_gradients=False), z_BLD)
         value = search.call(z_BLD, self._shared_pool())

@@ -23,5 +23,8 @@ ONE_CALL = Steps()
 class MapCapture(Protocol):
     """Captured CUDA graphs of a map; ``implicit_blocks.models.map_graphs.MapGraphs`` is one."""
 
+    compact: bool
+    """Whether rows that are done leave searches."""
+
     def call(self, f: BoundMap, z_BLD: Tensor, steps: Steps = ...) -> Tensor:
         """Return the point after ``steps``, (B, L, D)."""

@@ -271,6 +271,7 @@ class ModelParts(TrainingMethods, nn.Module):
             valid_BL=inputs.valid_BL,
             documents_BL=inputs.documents_BL,
             gaps=inputs.gaps,
+            trailing=inputs.trailing,
             dtype=dtype,
         )
         if self.needs_token_ids:

@@ -92,12 +92,15 @@ def _solve(
     With ``final_call`` the caller makes the last of a fixed number of loops.
     """
     solver, stopping, search, loops, trajectory, trace = plan
+    captured = f.stack.graphs is not None and not (model.bidirectional or torch.is_grad_enabled())
+    searched = f.without_padding() if captured and f.window.trailing else f
     at_evaluation, gradient = model.spec.at_evaluation, model.gradient
     options: dict[str, Any] = {
         "valid": f.window.valid_BL,
         "trajectory": trajectory,
         "agree": model.agree if f.window.part is None else f.window.part.agree,
         "trace": trace,
+        "compact": f.stack.graphs is None or f.stack.graphs.compact,
     }
     if loops is not None:
         if final_call and loops.maximum == 1:
@@ -105,7 +108,7 @@ def _solve(
         loops = loops.one_less() if final_call else loops
         looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
         if not torch.is_grad_enabled():
-            return looped(f, start_BLC)
+            return looped(searched, start_BLC)
         asked = search is not None and search.loops is not None
         if isinstance(gradient, LastLoops) and model.training:
             return gradient(f, start_BLC, looped)
@@ -113,7 +116,7 @@ def _solve(
             return LastLoops()(f, start_BLC, looped)
         stopping = stopping.model_copy(update={"tolerance": 0.0, "max_iterations": loops.maximum})
     return solve_fixed_point(
-        f,
+        searched,
         start_BLC,
         solver=solver,
         gradient=gradient,

@@ -399,6 +399,18 @@ class BoundMap:
                 after.append(state_after)
             return self._end(z_BLD, entered_BLD, stream, ONE_CALL), tuple(after)
 
+    def without_padding(self) -> BoundMap:
+        """Return a map with the same values at real tokens, in a window whose padding only follows them.
+
+        Causal mixers then need no mask, and the map can be captured.
+        """
+        window = self.window
+        positions = torch.arange(window.length, device=window.device)[None]
+        window = replace(window, valid_BT=None, positions_BL=positions, trailing=False, shared={})
+        of_blocks = zip(self.stack.blocks(), self.contexts, strict=True)
+        contexts = tuple(BlockContext(block.mixer.prepare(window), old.masks) for block, old in of_blocks)
+        return replace(self, window=window, contexts=contexts)
+
     def with_states(self, states: tuple[State, ...]) -> BoundMap:
         """Return the map of the same window after other states of the layers."""
         return replace(self, states=states)

@@ -105,6 +105,11 @@ class SearchOptions:
         """Return the names of the options, as ``forward`` and ``generate`` accept them."""
         return tuple(field.name for field in fields(cls))
 
+    def limited(self, tolerance: float | None, max_iterations: int | None) -> SearchOptions:
+        """Return these options with other limits, where they are not None."""
+        limits: dict[str, Any] = {"tolerance": tolerance, "max_iterations": max_iterations}
+        return replace(self, **{name: limit for name, limit in limits.items() if limit is not None})
+
     def solver(self, spec: SolverSpec) -> SolverSpec:
         """Return the solver's spec with these options.
 

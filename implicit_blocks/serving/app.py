@@ -13,22 +13,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic_core import to_json
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.serving.bodies import ChatBody, CompletionBody, read
+from implicit_blocks.serving.bundle import document, policy
 from implicit_blocks.serving.engine import Engine
 from implicit_blocks.serving.errors import ApiError, shown
-from implicit_blocks.serving.events import END, event
+from implicit_blocks.serving.events import END, EventStream, client_left, event, json_response
 from implicit_blocks.serving.formats import Format
 from implicit_blocks.serving.inspect_api import add_inspections
 from implicit_blocks.serving.links import Link
 from implicit_blocks.serving.metrics import Metrics
 from implicit_blocks.serving.options import is_loopback
-from implicit_blocks.serving.page import add_page
 from implicit_blocks.serving.served import ServedModel, Setup
 from implicit_blocks.serving.texts import Piece, Text, Texts
 
@@ -120,7 +119,12 @@ def create_app(setups: Sequence[Setup], links: Sequence[Link]) -> FastAPI:
     for path, endpoint in zip(_TEXT_PATHS, (completions, chat), strict=True):
         app.add_route(path, endpoint, methods=["POST"])
     add_inspections(app, find, lambda request: _body(request, options.max_body_bytes), allowed)
-    add_page(app, *local)
+
+    @app.get("/", dependencies=local)
+    async def page() -> HTMLResponse:
+        headers = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+        return HTMLResponse(document(), headers={"Content-Security-Policy": policy(), **headers})
+
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _bug)
@@ -190,14 +194,14 @@ async def _answer(
 ) -> Response:
     texts.submit()
     if stream:
-        return _Stream(_events(texts, format, usage=usage), texts)
+        return EventStream(_events(texts, format, usage=usage), leave=texts.leave, close=texts.close)
     work = asyncio.ensure_future(_collect(texts))
-    left = asyncio.ensure_future(_client_left(request.receive))
+    left = asyncio.ensure_future(client_left(request.receive))
     try:
         await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=CLIENT_LEFT)
-        return _json(format.whole(texts, work.result()))
+        return json_response(format.whole(texts, work.result()))
     finally:
         for task in (work, left):
             task.cancel()
@@ -210,29 +214,6 @@ async def _collect(texts: Texts) -> list[Piece]:
         for text, piece in found:
             wholes[text.job.index].append(piece)
     return wholes
-
-
-async def _client_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Stream(StreamingResponse):
-    """A stream that ends its texts when the client leaves, also before its first event."""
-
-    def __init__(self, content: AsyncIterator[bytes], texts: Texts) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(content, media_type="text/event-stream", headers=headers)
-        self._texts = texts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = asyncio.ensure_future(_client_left(receive))  # takes half the time of starlette's task group
-        left.add_done_callback(lambda _: self._texts.leave())
-        try:
-            await self.stream_response(send)
-        finally:
-            left.cancel()
-            self._texts.close()
 
 
 async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator[bytes]:
@@ -259,10 +240,6 @@ async def _events(texts: Texts, format: Format, *, usage: bool) -> AsyncIterator
         _LOG.exception("a stream failed")
         rest += event(_UNEXPECTED.body())
     yield rest + END
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")
 
 
 # ------------------------------------------------------------------------------------ errors

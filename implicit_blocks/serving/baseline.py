@@ -40,6 +40,7 @@ class TransformersDecoder:
         self.waiting: deque[_Text] = deque()
         self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
         """Called with the numbers of requests whose prompts are being solved."""
+        self.before_prompts: Callable[[], None] | None = None
         self._submitted = 0
 
     def submit(self, request: Request) -> int:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from implicit_blocks.decoding import NewToken, Request
-from implicit_blocks.serving.arrivals import Arrivals
+from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request
+from implicit_blocks.serving.baseline import TransformersDecoder
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.jobs import Batch, Ended, Failed, GeneratedToken, Order, PromptRead
+from implicit_blocks.serving.jobs import Batch, Ended, Failed, LogProbability, Order, PromptRead
 from implicit_blocks.serving.penalties import processors_of
 from implicit_blocks.serving.scores import first_alike, log_probabilities, score_orders
 from implicit_blocks.solution import Solution
@@ -20,35 +19,7 @@ from implicit_blocks.solution import Solution
 _LOG = logging.getLogger(__name__)
 
 
-class Decoder(Protocol):
-    """What the thread needs of a decoder: the interface of ``ContinuousDecoder``."""
-
-    on_prompts: Callable[[list[int], Solution | None], None] | None
-
-    @property
-    def accepts_limits(self) -> bool:
-        """Whether requests can have their own tolerance and maximum number of iterations."""
-
-    @property
-    def texts(self) -> Sequence[Any]:
-        """The text of each slot, None where a slot is free."""
-
-    @property
-    def waiting(self) -> Collection[Any]:
-        """The texts that wait, each with its ``number``."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a text has not ended."""
-
-    def submit(self, request: Request) -> int:
-        """Queue a prompt and return its number."""
-
-    def cancel(self, number: int) -> bool:
-        """End a text early."""
-
-    def step(self) -> list[NewToken]:
-        """Return the next tokens that are known, possibly none."""
+Decoder = ContinuousDecoder | TransformersDecoder
 
 
 class DecodedTexts:
@@ -76,29 +47,16 @@ class DecodedTexts:
         """All texts that have not ended, by the number of their order."""
         self._decoding: dict[int, Order] = {}
         """Those that the decoder has, by its own numbers."""
-        self._arrivals = Arrivals()
+        self.before_prompts: Callable[[], None] | None = None
+        """Called before prompts are solved, which takes longer than a token."""
         self._to_score: deque[Order] = deque()
         self._scored: dict[int, PromptRead] = {}
         """The scores of prompts whose texts wait for a slot."""
-        self._began = 0.0
-        """When the current step began, or the prompts that it solves."""
 
     @property
     def busy(self) -> bool:
-        """Whether ``step`` has work, apart from texts that wait for others."""
+        """Whether ``step`` has work."""
         return self.decoder.busy or bool(self._to_score)
-
-    def seconds_to_gather(self) -> float | None:
-        """Return for how long texts still wait for others to arrive, None if none waits."""
-        if not self._arrivals.orders:
-            return None
-        free = sum(text is None for text in self.decoder.texts) - len(self.decoder.waiting)
-        return self._arrivals.left(time.monotonic(), free=free)
-
-    @property
-    def solves_prompts(self) -> bool:
-        """Whether the next step begins with the prompts of new texts."""
-        return bool(self._to_score) or self.seconds_to_gather() == 0
 
     def take(self) -> Batch:
         """Return what has happened, and begin anew."""
@@ -110,13 +68,12 @@ class DecodedTexts:
 
     def accept(self, orders: Sequence[Order]) -> None:
         """Queue texts."""
-        arrived: list[Order] = []
         for order in orders:
             self._orders[order.number] = order
-            to_score = order.score_prompt or order.max_tokens == 0
-            (self._to_score if to_score else arrived).append(order)
-        if arrived:
-            self._arrivals.add(arrived, time.monotonic())
+            if order.score_prompt or order.max_tokens == 0:
+                self._to_score.append(order)
+            else:
+                self._begin(order)
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """End texts early, those that have not ended."""
@@ -126,19 +83,14 @@ class DecodedTexts:
             for own in [own for own, other in self._decoding.items() if other is order]:
                 self.decoder.cancel(own)
                 del self._decoding[own]
-            for queued in (self._to_score, self._arrivals.orders):
-                if order in queued:
-                    queued.remove(order)
+            if order in self._to_score:
+                self._to_score.remove(order)
             self._end(order, Ended(cancelled=True))
 
     def step(self) -> None:
-        """Submit texts, score prompts, and let the decoder make its next tokens."""
-        if self.seconds_to_gather() == 0:
-            for order in self._arrivals.take():
-                self._begin(order)
+        """Score prompts, submit their texts, and let the decoder make its next tokens."""
         self._score()
         if self.decoder.busy:
-            self._began = time.monotonic()
             self._deliver(self.decoder.step())
 
     def _begin(self, order: Order) -> None:
@@ -152,12 +104,14 @@ class DecodedTexts:
             self._end(order, Failed(_failure(order, error)))
             return
         self._decoding[number] = order
-        self.decoder.on_prompts = self._prompts_read
+        self.decoder.on_prompts, self.decoder.before_prompts = self._prompts_read, self.before_prompts
 
     def _score(self) -> None:
         """Score the prompts at the head of the queue that share their limits, and submit their texts."""
         if not self._to_score:
             return
+        if self.before_prompts is not None:
+            self.before_prompts()
         together = first_alike(self._to_score)
         try:
             scored = score_orders(self.model, together)
@@ -176,8 +130,6 @@ class DecodedTexts:
 
     def _prompts_read(self, numbers: list[int], solution: Solution | None) -> None:
         iterations = None if solution is None else solution.iterations.tolist()
-        began, self._began = self._began, time.monotonic()
-        self._arrivals.took(self._began - began)
         for row, number in enumerate(numbers):
             if (order := self._decoding.get(number)) is None:
                 continue
@@ -187,22 +139,22 @@ class DecodedTexts:
             self.batch.prompts.append((order.number, read))
 
     def _deliver(self, tokens: Sequence[NewToken]) -> None:
-        now, found = time.monotonic(), self.batch.tokens
-        for new in tokens:
-            order = self._decoding.get(new.request)
-            if order is None:
-                continue
-            score = None
+        """Add the tokens of a step to the batch, by columns: there may be hundreds."""
+        decoding = self._decoding
+        known = [new for new in tokens if new.request in decoding]
+        if not known:
+            return
+        requests, ids, lasts, logits, *search, _ = zip(*known, strict=True)
+        orders = [decoding[request] for request in requests]
+        scores: list[LogProbability | None] = [None] * len(orders)
+        for place, order in enumerate(orders):
             if order.logprobs is not None:
-                (score,) = log_probabilities(new.logits[None], [new.token], order.logprobs)
-            residual = new.residual if new.residual is not None and math.isfinite(new.residual) else None
-            found.append(
-                GeneratedToken(
-                    order.number, now, new.token, new.last, new.iterations, residual, new.converged, score
-                )
-            )
-            if new.last:
-                del self._decoding[new.request], self._orders[order.number]
+                (scores[place],) = log_probabilities(logits[place][None], [ids[place]], order.logprobs)
+        numbers = [order.number for order in orders]
+        self.batch.tokens.append((time.monotonic(), numbers, ids, lasts, *search, scores))
+        for request, last in zip(requests, lasts, strict=True) if any(lasts) else ():
+            if last:
+                del self._orders[decoding.pop(request).number]
                 self.urgent = True
 
     def _end(self, order: Order, event: Failed | Ended) -> None:

@@ -189,14 +189,15 @@ class Engine:
                 self._left_queue(job)
                 self._hold(job, read)
         ended: list[Job] = []
-        for new in batch.tokens:
+        tokens = list(batch.generated())
+        for new in tokens:
             if (job := jobs.get(new.number)) is not None:
                 metrics.token(new, job)
                 job.last_token = new.when
                 self._hold(job, new)
                 if new.last:
                     ended.append(job)
-        metrics.count(len(batch.tokens), now)
+        metrics.count(len(tokens), now)
         for number, event in batch.ends:
             if (job := jobs.get(number)) is not None:
                 if isinstance(event, Ended):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 TYPES = {
@@ -42,7 +43,8 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _error, (self.status, self.message, self.param, self.code, self.retry_after)
+        make = partial(ApiError, param=self.param, code=self.code, retry_after=self.retry_after)
+        return make, (self.status, self.message)
 
     def body(self) -> dict[str, Any]:
         """Return the body of the response."""
@@ -56,12 +58,6 @@ class ApiError(Exception):
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
-
-
-def _error(
-    status: int, message: str, param: str | None, code: str | None, retry_after: int | None
-) -> ApiError:
-    return ApiError(status, message, param=param, code=code, retry_after=retry_after)
 
 
 def shown(value: object, *, most: int = 60) -> str:

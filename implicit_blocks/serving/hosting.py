@@ -19,6 +19,9 @@ from implicit_blocks.serving.served import Setup
 from implicit_blocks.serving.word_problem import WordProblem
 from implicit_blocks.serving.worker import Worker
 
+GATHER_SECONDS = 0.1
+"""The longest time for which a text waits for others on a GPU, so that their prompts are solved together."""
+
 
 class Host:
     """A model with its worker.
@@ -50,7 +53,7 @@ class Host:
         self.model, self.options = model, options
         self.worker = Worker(
             model,
-            make_decoder or self._decoder,
+            make_decoder or self.new_decoder,
             Inspections(language, problem),
             beat_seconds=options.stall_seconds / 4,
         )
@@ -58,7 +61,8 @@ class Host:
             name=name, description=self._description(), language=language, options=options, problem=problem
         )
 
-    def _decoder(self) -> Decoder:
+    def new_decoder(self) -> Decoder:
+        """Return a decoder of the model, with the server's options."""
         if not isinstance(self.model, LanguageModel):
             return TransformersDecoder(self.model, max_batch_size=self.options.max_batch_size)
         return ContinuousDecoder(
@@ -66,6 +70,8 @@ class Host:
             max_batch_size=self.options.max_batch_size,
             max_seq_len=self.options.max_seq_len,
             limits_per_request=self.options.limits_per_request,
+            # On a CPU prompts take as long together as one after the other.
+            gather_seconds=GATHER_SECONDS if self.model.embedding.weight.is_cuda else 0.0,
         )
 
     def _description(self) -> ModelDescription:

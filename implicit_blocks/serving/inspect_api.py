@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.types import Receive, Scope, Send
 
 from implicit_blocks.serving.bodies import MOST_TOKENS, read
 from implicit_blocks.serving.errors import ApiError
-from implicit_blocks.serving.events import END, event
+from implicit_blocks.serving.events import END, EventStream, event, json_response
 from implicit_blocks.serving.jobs import Report
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ def add_inspections(
             )
         reports = _Reports(served, body)
         if body.stream:
-            return _Stream(reports)
+            return EventStream(_events(reports), leave=reports.leave, close=reports.close)
         tokens = []
         try:
             async for report in reports:
@@ -74,8 +72,7 @@ def add_inspections(
                     break
         finally:
             reports.close()
-        found = {"object": "inspection", "model": served.name, "tokens": tokens}
-        return Response(_dumped(found), media_type="application/json")
+        return json_response({"object": "inspection", "model": served.name, "tokens": tokens})
 
 
 class _Reports:
@@ -117,24 +114,13 @@ class _Reports:
                 raise report
             yield report
 
+    def leave(self) -> None:
+        """End the iteration: the client has left."""
+        self._arrived.put_nowait(None)
+
     def close(self) -> None:
         """End the inspection: it is complete or cancelled."""
         self._engine.end_inspection(self._number)
-
-
-class _Stream(StreamingResponse):
-    """A stream of reports that ends when the client leaves, also before its first event."""
-
-    def __init__(self, reports: _Reports) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(reports), media_type="text/event-stream", headers=headers)
-        self._reports = reports
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._reports.close()
 
 
 async def _events(reports: _Reports) -> AsyncIterator[bytes]:
@@ -144,7 +130,3 @@ async def _events(reports: _Reports) -> AsyncIterator[bytes]:
     except ApiError as error:
         yield event(error.body())
     yield END
-
-
-def _dumped(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from implicit_blocks.decoding import ContinuousDecoder
 from implicit_blocks.serving.errors import ApiError
@@ -80,18 +79,12 @@ class Inspections:
         batch = decoder.batch
         with batch.precision():
             if reports is None:
-                options = batch.options
-                tolerance, most = order.tolerance, order.max_iterations
-                if tolerance is not None:
-                    options = replace(options, tolerance=tolerance)
-                if most is not None:
-                    options = replace(options, max_iterations=most)
                 reports = token_reports(
                     batch.model,
                     self.language,
                     order.prompt,
                     order.continuation,
-                    options,
+                    batch.options.limited(order.tolerance, order.max_iterations),
                     problem=self.problem,
                     weights=batch.weights,
                 )

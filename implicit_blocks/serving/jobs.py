@@ -6,8 +6,9 @@ Both may be in different processes, so everything here can be pickled and import
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 from implicit_blocks.serving.errors import ApiError
@@ -125,7 +126,7 @@ class GeneratedToken(NamedTuple):  # which is made faster than a frozen dataclas
     """A generated token of the text ``number``, whether it is the last one, and the report of its search.
 
     ``when`` is the time of its step, by ``time.monotonic``, a clock that processes share. The report is None
-    in explicit models, and ``residual`` also where it is not finite.
+    in explicit models.
     """
 
     number: int
@@ -164,7 +165,9 @@ class Batch:
     """
 
     prompts: list[tuple[int, PromptRead]] = field(default_factory=list)
-    tokens: list[GeneratedToken] = field(default_factory=list)
+    tokens: list[Sequence[Any]] = field(default_factory=list)
+    """Those of each step: when, and columns with the numbers of the texts and the other fields of
+    ``GeneratedToken``, which are made and pickled several times faster than rows."""
     ends: list[tuple[int, Failed | Ended]] = field(default_factory=list)
     reports: list[tuple[int, Report | ApiError | None]] = field(default_factory=list)
     """Reports of inspections: of one token, the error that ends them, or None at their end."""
@@ -179,13 +182,10 @@ class Batch:
         """Whether nothing has happened."""
         return not (self.prompts or self.tokens or self.ends or self.reports or self.failures)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields with the tokens by columns, which are pickled several times faster than rows."""
-        return {**self.__dict__, "tokens": tuple(zip(*self.tokens, strict=True))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.tokens = list(map(GeneratedToken._make, zip(*state["tokens"], strict=True)))
+    def generated(self) -> Iterator[GeneratedToken]:
+        """Yield the tokens."""
+        for when, numbers, *columns in self.tokens:
+            yield from map(GeneratedToken, numbers, repeat(when), *columns)
 
 
 # ------------------------------------------------------------------------------------ on the HTTP side

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -19,6 +20,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _ITERATIONS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _WINDOW = 10.0
 """Seconds over which the rate of tokens is averaged."""
+
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class TokenHistogram(Collector):
@@ -66,48 +69,38 @@ class Metrics:
     def __init__(self, slots: int) -> None:
         self.registry = registry = CollectorRegistry()
 
-        def name(part: str) -> str:
-            return f"implicit_blocks_{part}"
+        def named(kind: type[_Metric], name: str, documentation: str, *labels: str, **more: Any) -> _Metric:
+            return kind(f"implicit_blocks_{name}", documentation, labels, registry=registry, **more)
 
-        self.requests = Counter(
-            name("requests"), "HTTP requests by path and status", ["path", "status"], registry=registry
+        def by_token(name: str, documentation: str, buckets: Sequence[float]) -> TokenHistogram:
+            return TokenHistogram(
+                f"implicit_blocks_{name}", documentation, buckets=buckets, registry=registry
+            )
+
+        self.requests = named(Counter, "requests", "HTTP requests by path and status", "path", "status")
+        self.request_seconds = named(
+            Histogram, "request_seconds", "Duration of requests, streams included", "path", buckets=_SECONDS
         )
-        self.request_seconds = Histogram(
-            name("request_seconds"),
-            "Duration of requests, streams included",
-            ["path"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.refused = Counter(name("refused"), "Requests refused by a full queue", registry=registry)
-        self.cancelled = Counter(
-            name("cancelled"), "Texts ended early, by clients, stop strings, or time", registry=registry
-        )
-        self.failures = Counter(name("decoder_failures"), "Failures of the decoder", registry=registry)
-        self.waiting = Gauge(name("queue"), "Texts that wait for a slot", registry=registry)
-        self.busy_slots = Gauge(name("busy_slots"), "Slots with a text", registry=registry)
-        self.slots = Gauge(name("slots"), "Slots of the decoder", registry=registry)
+        self.refused = named(Counter, "refused", "Requests refused by a full queue")
+        self.cancelled = named(Counter, "cancelled", "Texts ended early, by clients, stop strings, or time")
+        self.failures = named(Counter, "decoder_failures", "Failures of the decoder")
+        self.waiting = named(Gauge, "queue", "Texts that wait for a slot")
+        self.busy_slots = named(Gauge, "busy_slots", "Slots with a text")
+        self.slots = named(Gauge, "slots", "Slots of the decoder")
         self.slots.set(slots)
-        self.prompt_tokens = Counter(name("prompt_tokens"), "Tokens of solved prompts", registry=registry)
-        self.tokens = Counter(name("tokens"), "Generated tokens", registry=registry)
-        self.tokens_per_second = Gauge(
-            name("tokens_per_second"), f"Generated tokens over the last {_WINDOW:.0f} s", registry=registry
+        self.prompt_tokens = named(Counter, "prompt_tokens", "Tokens of solved prompts")
+        self.tokens = named(Counter, "tokens", "Generated tokens")
+        self.tokens_per_second = named(
+            Gauge, "tokens_per_second", f"Generated tokens over the last {_WINDOW:.0f} s"
         )
         self.tokens_per_second.set_function(self._rate)
-        self.unconverged = Counter(
-            name("unconverged_tokens"), "Generated tokens whose search did not converge", registry=registry
+        self.unconverged = named(
+            Counter, "unconverged_tokens", "Generated tokens whose search did not converge"
         )
-        self.iterations = TokenHistogram(
-            name("iterations"), "Iterations per generated token", buckets=_ITERATIONS, registry=registry
-        )
-        self.first_token_seconds = TokenHistogram(
-            name("first_token_seconds"), "Time to the first token", buckets=_SECONDS, registry=registry
-        )
-        self.between_tokens_seconds = TokenHistogram(
-            name("between_tokens_seconds"),
-            "Time between the tokens of a text",
-            buckets=_SECONDS,
-            registry=registry,
+        self.iterations = by_token("iterations", "Iterations per generated token", _ITERATIONS)
+        self.first_token_seconds = by_token("first_token_seconds", "Time to the first token", _SECONDS)
+        self.between_tokens_seconds = by_token(
+            "between_tokens_seconds", "Time between the tokens of a text", _SECONDS
         )
         self._recent: deque[tuple[float, int]] = deque()
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, WorkerCrashedError
@@ -171,6 +171,4 @@ def merged(found: Iterable[tuple[str, Iterable[Metric]]]) -> bytes:
             family.samples += [
                 sample._replace(labels={**sample.labels, "replica": replica}) for sample in metric.samples
             ]
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(families.values()))
-    return generate_latest(registry)
+    return generate_latest(_Families(families.values()))

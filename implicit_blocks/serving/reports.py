@@ -26,13 +26,7 @@ def token_reports(
     problem: WordProblem | None = None,
     weights: ModelWeights | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the report of each token of a text.
-
-    A report has ``token`` (its text), ``token_id`` and ``generated``. ``iterations``, ``residual``,
-    ``converged``, ``curve``, ``alternatives``, ``lens`` and ``prediction`` are those of the search that
-    predicts the token, so that the first token has none; in a word problem, of the search at the token
-    itself, which predicts the product so far. Word problems add that ``product`` and ``right``.
-    """
+    """Yield the report of each token of a text, with the fields that ``Answer`` describes."""
     tokens = [*prompt, *continuation]
     products = None if problem is None else problem.products(tokens)
 

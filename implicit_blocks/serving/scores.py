@@ -56,12 +56,9 @@ def score_orders(model: Any, orders: Sequence[Order]) -> list[PromptRead]:
     """Return the scores of the prompts of orders with the same limits, of those that ask for them."""
     options = SearchOptions(tolerance=orders[0].tolerance, max_iterations=orders[0].max_iterations)
     wanted = [order for order in orders if order.score_prompt and order.logprobs is not None]
-    scored: dict[int, PromptRead] = {}
-    if wanted:
-        counts = [order.logprobs or 0 for order in wanted]
-        found = score_prompts(model, [order.prompt for order in wanted], counts, options)
-        pairs = zip(wanted, found, strict=True)
-        scored = {order.number: PromptRead(iterations, scores) for order, (scores, iterations) in pairs}
+    prompts, counts = [order.prompt for order in wanted], [order.logprobs or 0 for order in wanted]
+    found = score_prompts(model, prompts, counts, options) if wanted else []
+    scored = {order.number: read for order, read in zip(wanted, found, strict=True)}
     return [scored.get(order.number, PromptRead()) for order in orders]
 
 
@@ -71,31 +68,28 @@ def score_prompts(
     prompts: Sequence[Sequence[int]],
     counts: Sequence[int],
     options: SearchOptions,
-) -> list[tuple[list[LogProbability], int | None]]:
+) -> list[PromptRead]:
     """Return the log-probabilities of each prompt's tokens after the first, and the search's iterations.
 
     All tokens of the prompts are solved together, as ``score`` solves them. A model of transformers reads one
     prompt at a time.
     """
     if not isinstance(model, LanguageModel):
-        return [(_scores_alone(model, *pair), None) for pair in zip(prompts, counts, strict=True)]
+        alone = zip(prompts, counts, strict=True)
+        return [PromptRead(None, _scores_alone(model, prompt, count)) for prompt, count in alone]
     known = [prompt for prompt in prompts if len(prompt) > 1]
     if not known:
-        return [([], None) for _ in prompts]
+        return [PromptRead(None, []) for _ in prompts]
     device = model.embedding.weight.device
     ids, mask = lay_out([prompt[:-1] for prompt in known], device=device)
     mask = None if mask is None or bool(mask.all()) else mask
-    encoded = model.encode(
-        model.embedding(ids),
-        attention_mask=mask,
-        search=options,
-        ids_BL=needed_ids(model, ids),
-    )
-    rows = iter(range(len(known)))
-    found: list[tuple[list[LogProbability], int | None]] = []
+    x_BLD, ids_BL = model.embedding(ids), needed_ids(model, ids)
+    encoded = model.encode(x_BLD, attention_mask=mask, search=options, ids_BL=ids_BL)
+    rows, solution = iter(range(len(known))), encoded.solution
+    found: list[PromptRead] = []
     for prompt, count in zip(prompts, counts, strict=True):
         if len(prompt) < 2:
-            found.append(([], None))
+            found.append(PromptRead(None, []))
             continue
         row = next(rows)
         hidden = encoded.hidden_BLD[row, 1 - len(prompt) :]
@@ -104,8 +98,7 @@ def score_prompts(
             part = hidden[first : first + ROWS_OF_LOGITS]
             logits = model.predict(part)[:, : model.spec.vocab_size]
             scores += log_probabilities(logits, prompt[1 + first : 1 + first + len(part)], count)
-        solution = encoded.solution
-        found.append((scores, None if solution is None else int(solution.iterations[row])))
+        found.append(PromptRead(None if solution is None else int(solution.iterations[row]), scores))
     return found
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from implicit_blocks.serving.bodies import ChatBody, CommonBody, CompletionBody, prompts_of
-from implicit_blocks.serving.choices import choice_of
+from implicit_blocks.serving.bodies import ChatBody, CommonBody, CompletionBody, choice_of, prompts_of
 from implicit_blocks.serving.engine import Engine
 from implicit_blocks.serving.errors import ApiError, shown
 from implicit_blocks.serving.formats import ChatFormat, CompletionFormat, Format

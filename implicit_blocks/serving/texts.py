@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from implicit_blocks._utils.stop_strings import StopScanner
 from implicit_blocks.serving.errors import ApiError
@@ -21,15 +21,8 @@ from implicit_blocks.serving.jobs import (
 )
 from implicit_blocks.serving.language import Language
 
-
-class Runner(Protocol):
-    """What runs texts: an ``Engine``."""
-
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue texts, all or none."""
-
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """End texts early, if they have not ended."""
+if TYPE_CHECKING:
+    from implicit_blocks.serving.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -152,14 +145,14 @@ class Texts:
     """All texts of one request.
 
     Args:
-        runner: runs them.
+        engine: runs them.
         texts: the texts, whose jobs share one queue.
         timeout: seconds after which the request is ended.
 
     """
 
-    def __init__(self, runner: Runner, texts: Sequence[Text], *, timeout: float) -> None:
-        self.runner, self.texts, self.timeout = runner, texts, timeout
+    def __init__(self, engine: Engine, texts: Sequence[Text], *, timeout: float) -> None:
+        self.engine, self.texts, self.timeout = engine, texts, timeout
         self.jobs = [text.job for text in texts]
         self.events: Events = self.jobs[0].events
         self._running = {id(text.job): text for text in texts}
@@ -172,14 +165,14 @@ class Texts:
             ApiError: as ``Engine.submit``.
 
         """
-        self.runner.submit(self.jobs)
+        self.engine.submit(self.jobs)
         self._timer = asyncio.get_running_loop().call_later(self.timeout, self._expire)
 
     def close(self) -> None:
         """End the texts that have not ended: the client has gone, or the request has failed."""
         if self._timer is not None:
             self._timer.cancel()
-        self.runner.cancel(self.jobs)
+        self.engine.cancel(self.jobs)
 
     def leave(self) -> None:
         """End ``pieces``: the client has gone."""
@@ -221,7 +214,7 @@ class Texts:
                 found.setdefault(text, Piece()).append(text.piece(events))
                 if text.finish_reason is not None:
                     del running[id(job)]
-                    self.runner.cancel([job])
+                    self.engine.cancel([job])
             yield list(found.items())
 
     def usage(self) -> dict[str, Any]:

@@ -75,11 +75,12 @@ class Worker:
 
     def _run(self, send: Send) -> None:
         texts = self.texts
+        texts.before_prompts = lambda: self._deliver(send, everything=True)
         while texts.broken is None:
             try:
                 if not self._receive(send):
                     break
-                if self.inspections or texts.solves_prompts:  # which take longer than a step
+                if self.inspections:  # which take longer than a step
                     self._deliver(send, everything=True)
                 if isinstance(self.decoder, ContinuousDecoder):
                     self.inspections.advance(self.decoder, texts.batch.reports)
@@ -106,33 +107,29 @@ class Worker:
     def _receive(self, send: Send) -> bool:
         """Take what has been sent, waiting for it if there is no work; False: end."""
         while True:
-            left = self.texts.seconds_to_gather()
-            waits = left != 0 and not (self.texts.busy or self.inspections)
+            waits = not (self.texts.busy or self.inspections)
             if waits:
                 self._deliver(send, everything=True)
             try:
-                message = self.inbox.get(block=waits, timeout=left)
+                message = self.inbox.get(block=waits)
             except queue.Empty:
                 return True
             if message is None:
                 return False
-            if isinstance(message, Cancel):
-                self.texts.cancel(message.numbers)
-                self.inspections.cancel(message.numbers)
-            elif isinstance(message, InspectionOrder):
-                self.inspections.add(message)
-            else:
-                self.texts.accept(message.orders)
+            self._take(message)
+
+    def _take(self, message: Submit | Cancel | InspectionOrder) -> None:
+        if isinstance(message, Cancel):
+            self.texts.cancel(message.numbers)
+            self.inspections.cancel(message.numbers)
+        elif isinstance(message, InspectionOrder):
+            self.inspections.add(message)
+        else:
+            self.texts.accept(message.orders)
 
     def _fail_all(self, error: ApiError) -> None:
-        while True:
-            try:
-                message = self.inbox.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(message, Submit):
-                self.texts.accept(message.orders)
-            elif isinstance(message, InspectionOrder):
-                self.inspections.add(message)
+        while not self.inbox.empty():
+            if (message := self.inbox.get()) is not None:
+                self._take(message)
         self.inspections.fail_all(error, self.texts.batch.reports)
         self.texts.fail_all(error)

@@ -206,4 +206,4 @@ def _prefill(mixer: Mixer, states: SlotStates, slot: int, z_LD: Tensor, u_LU: Te
     start = SequenceState(1, 0, torch.zeros(1, dtype=torch.int64), (states.prefill(slot),))
     cuts = [count] if count == 1 else [1, count]
     _, state = run(mixer, z_LD[None], u_LU[None], cuts, start=start)
-    states.commit(slot, state)
+    states.commit_rows(mixer, [slot], torch.tensor([slot]), state)

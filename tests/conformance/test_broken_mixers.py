@@ -157,9 +157,9 @@ class FaultySlots(RecurrentSlots):
             return self.mixer.select_rows(self.states, torch.tensor([slot]))
         return super().prefill(slot)
 
-    def commit(self, slot, state):
+    def commit_rows(self, mixer, slots, slots_B, state):
         if self.mixer.fault != "slots unsettled":
-            super().commit(slot, state)
+            super().commit_rows(mixer, slots, slots_B, state)
 
     def gather(self, rows, lengths):
         if self.mixer.fault == "slots in order" and rows is not None:

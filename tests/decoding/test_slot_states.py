@@ -107,11 +107,8 @@ def test_slot_attention_reads_int8_keys_and_values(rows):
 
 @pytest.mark.parametrize("dtype", [None, torch.int8], ids=["unquantized", "int8"])
 def test_a_new_request_does_not_see_the_previous_keys_of_its_slot(tiny_model, dtype):
-    states = (
-        tiny_model("attention")
-        .backbone.blocks()[0]
-        .mixer.slots(2, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=6)
-    )
+    mixer = tiny_model("attention").backbone.blocks()[0].mixer
+    states = mixer.slots(2, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=6)
     if dtype is not None:
         states.set_dtype(dtype)
     for kept in (states.keys, states.values) if dtype is None else (states.key_scales, states.value_scales):
@@ -119,7 +116,7 @@ def test_a_new_request_does_not_see_the_previous_keys_of_its_slot(tiny_model, dt
     state = states.prefill(1)
     shape = (1, states.keys.shape[1], 2, states.keys.shape[3])
     state = type(state)(torch.ones(shape), torch.ones(shape), 2)
-    states.commit(1, state)
+    states.commit_rows(mixer, [1], torch.tensor([1]), state)
     seen = states.gather(None, torch.tensor([1, 2]))
     q = torch.randn(2, states.keys.shape[1], states.keys.shape[3])
     for backend in ("each", "masked"):

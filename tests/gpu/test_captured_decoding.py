@@ -332,3 +332,24 @@ def test_a_few_texts_have_four_tokens_in_flight_by_default(caplog):
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.statistics.calls < expected.statistics.calls
     assert found.statistics.tokens_in_flight > 1
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_prompts_of_unequal_lengths_solved_by_graphs_give_the_texts_of_eager_ones(mixer, caplog):
+    model, found = built(mixer), []
+    for captured in (False, True):
+        decoder = ContinuousDecoder(model, max_batch_size=4, max_seq_len=96, max_in_flight=1)
+        assert decoder.prompts.captured
+        decoder.prompts.captured = captured
+        together, made = [], defaultdict(list)
+        decoder.on_prompts = lambda numbers, solution, kept=together: kept.append(len(numbers))
+        for _ in range(4):  # the first calls of a shape run eagerly, the next ones are captured
+            for prompt in prompts():
+                decoder.submit(Request(prompt=prompt, max_new_tokens=6))
+        for new in decoder.run():
+            made[new.request].append(new)
+        found.append([made[row] for row in range(4 * len(prompts()))])
+    assert max(together) == 4  # padded: no two prompts have the same length
+    assert decoder.prompts._graphs._searches
+    assert not caplog.messages
+    assert_same(found[1], found[0])

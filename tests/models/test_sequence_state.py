@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.windows import SequenceState, check_inputs
 
 VALID = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0, 1], [1, 1, 1, 1, 1, 0, 0]])
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0]])
@@ -97,3 +98,28 @@ def test_selected_rows_continue_as_in_the_full_batch(parts):
     chosen = state.select_rows(rows, model.state_blocks())
     following = {name: value[rows] for name, value in following.items()}
     torch.testing.assert_close(model(ids[rows, 7:], state=chosen, **following).logits, whole[rows])
+
+
+@pytest.mark.parametrize(
+    ("mask", "trailing"),
+    [
+        ([[1, 1, 0], [1, 1, 1]], True),
+        ([[0, 1, 1], [1, 1, 1]], False),
+        ([[1, 0, 1], [1, 1, 0]], False),
+        ([[1, 1, 1], [1, 1, 1]], False),
+    ],
+)
+def test_padding_after_all_real_tokens_is_recognized(mask, trailing):
+    x_BLD, state = torch.zeros(2, 3, 4), SequenceState(2, 0, torch.zeros(1, dtype=torch.int64), ())
+    inputs = check_inputs(
+        x_BLD, ids_BL=None, attention_mask=torch.tensor(mask), documents=None, state=None, window_length=None
+    )
+    assert inputs.trailing is trailing
+
+    def window(state):
+        more = {"documents_BL": None, "gaps": inputs.gaps, "trailing": inputs.trailing}
+        return state.window(3, valid_BL=inputs.valid_BL, dtype=x_BLD.dtype, **more)
+
+    assert window(state).trailing is trailing
+    assert not window(state).cut(1, 3).trailing
+    assert not window(state.after(window(state), ())).trailing

@@ -109,7 +109,7 @@ def test_min_p_and_repetition_penalty_are_those_of_transformers(server, monkeypa
     assert text_of(server.complete("abc", **given, **rule)) == expected
     greedy = server.expected(list(b"abc"), 9, logits_processor=penalty)
     assert text_of(server.complete("abc", **given)) == greedy  # min_p has no effect on it
-    monkeypatch.setattr("implicit_blocks.serving.choices.find_spec", lambda name: None)
+    monkeypatch.setattr("implicit_blocks.serving.bodies.find_spec", lambda name: None)
     reply = server.complete("abc", **given)
     assert (reply.status, reply.error["param"]) == (400, "repetition_penalty")
     assert "transformers" in reply.error["message"]

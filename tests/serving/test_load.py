@@ -140,7 +140,6 @@ class Counter:
     """Stands for a decoder that makes the tokens 0, 1, … of one text, one per step."""
 
     accepts_limits = False
-    on_prompts = None
 
     def __init__(self, steps_per_pause: int) -> None:
         self.texts: list[int | None] = [None]
@@ -171,7 +170,7 @@ def test_a_worker_sends_events_at_intervals_in_order_and_none_is_lost():
         times.append(time.monotonic())
         waited.append(wait)
         batches.append(pickle.loads(pickle.dumps(batch)))
-        if waited[-1] and any(new.last for one in batches for new in one.tokens):
+        if waited[-1] and any(new.last for one in batches for new in one.generated()):
             ended.set()  # the worker has waited until everything is sent, and has no work
 
     worker = Worker(None, lambda: Counter(20), Inspections(Bytes()), beat_seconds=60)  # type: ignore[arg-type, return-value]
@@ -179,11 +178,17 @@ def test_a_worker_sends_events_at_intervals_in_order_and_none_is_lost():
     worker.start(send)
     assert ended.wait(60)
     worker.stop(60)
-    assert [new.token for batch in batches for new in batch.tokens] == list(range(2000))
-    (last,) = [number for number, batch in enumerate(batches) if batch.tokens and batch.tokens[-1].last]
+    assert [new.token for batch in batches for new in batch.generated()] == list(range(2000))
+    (last,) = [number for number, batch in enumerate(batches) if any(new.last for new in batch.generated())]
     regular = itertools.pairwise(times[:last])  # the end of a text is sent at once
     assert all(after - before >= 0.99 * DELIVERY_SECONDS for before, after in regular)
     assert 3 < len(batches) < 200
+
+
+def batch_of(tokens: list[GeneratedToken]) -> Batch:
+    """Return a batch with the tokens of one step."""
+    numbers, times, *columns = zip(*tokens, strict=True)
+    return Batch(tokens=[(times[0], numbers, *columns)])
 
 
 def test_a_busy_receiver_does_not_stop_the_worker_and_loses_nothing():
@@ -192,12 +197,12 @@ def test_a_busy_receiver_does_not_stop_the_worker_and_loses_nothing():
         send = SocketSender(ours)
         tokens = [GeneratedToken(0, 0.5, number, False) for number in range(20_000)]
         for first in range(0, len(tokens), 200):  # more than fits into the socket
-            send(Batch(tokens=tokens[first : first + 200]), False)
+            send(batch_of(tokens[first : first + 200]), False)
         found: list[GeneratedToken] = []
 
         def read() -> None:
             while len(found) < len(tokens):
-                found.extend(receive(theirs).tokens)
+                found.extend(receive(theirs).generated())
 
         reading = threading.Thread(target=read)
         reading.start()
@@ -231,12 +236,11 @@ def test_with_many_texts_tokens_are_delivered_together_and_ends_at_once():
         ]
         for job in jobs:
             engine.submit([job])
-        engine._receive(Batch(tokens=[GeneratedToken(n, 0.0, 1, last=False) for n in range(60)]))
+        engine._receive(batch_of([GeneratedToken(n, 0.0, 1, last=False) for n in range(60)]))
         _, first = await jobs[0].events.get()
         began = time.monotonic()
         for _ in range(3):
-            tokens = [GeneratedToken(n, 0.0, 2, last=n == 59) for n in range(60)]
-            engine._receive(Batch(tokens=tokens))
+            engine._receive(batch_of([GeneratedToken(n, 0.0, 2, last=n == 59) for n in range(60)]))
         ended = [job.order.number for job in jobs if not job.events.empty()]
         _, later = await jobs[0].events.get()
         return time.monotonic() - began, len(first) + 10 * len(later), ended

@@ -122,12 +122,20 @@ def test_batches_and_errors_arrive_as_they_were_sent():
     score = LogProbability(3, -0.5, ((3, -0.5), (4, -1.0)))
     batch = Batch(
         prompts=[(1, PromptRead(5, [score]))],
-        tokens=[GeneratedToken(1, 0.5, 3, False, 7, 0.25, True, score), GeneratedToken(2, 0.5, 4, True)],
+        tokens=[
+            (0.5, [1, 2], (3, 4), (False, True), (7, None), (0.25, None), (True, None), [score, None]),
+            (0.75, [1], (5,), (True,), (8,), (0.5,), (False,), [None]),
+        ],
         reports=[(3, {"token": "a"}), (4, None)],
         busy_slots=2,
         failures=1,
     )
     assert pickle.loads(pickle.dumps(batch)) == batch
+    assert list(batch.generated()) == [
+        GeneratedToken(1, 0.5, 3, False, 7, 0.25, True, score),
+        GeneratedToken(2, 0.5, 4, True),
+        GeneratedToken(1, 0.75, 5, True, 8, 0.5, False),
+    ]
     assert pickle.loads(pickle.dumps(Batch())) == Batch()
     error = pickle.loads(pickle.dumps(ApiError(429, "full", param="n", code="queue_full", retry_after=3)))
     assert (error.status, str(error), error.body()["error"]["param"]) == (429, "full", "n")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.procedures import CapturedGraphs, put_
-from implicit_blocks.decoding.prompts import needed_ids
 from implicit_blocks.decoding.slots.ends import SlotEnds, window_of_slots
 from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
 from implicit_blocks.decoding.slots.search import SlotSearch
@@ -28,15 +27,12 @@ from implicit_blocks.interfaces import SlotStates, Solver
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.implicit import ImplicitLM, loop_counts
 from implicit_blocks.models.language_model import LanguageModel
-from implicit_blocks.models.outputs import Encoded
 from implicit_blocks.models.solving import exit_of_points
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchOptions
-from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.windows import SequenceState
 
 _LOG = logging.getLogger(__name__)
 
@@ -136,35 +132,6 @@ class SlotBatch:
         """Return the autocast mode in which the slots were created."""
         on = self._autocast is not None
         return torch.autocast(self.device.type, dtype=self._autocast, enabled=on, cache_enabled=False)
-
-    # ------------------------------------------------------------------------------------ prompts
-
-    def encode(
-        self,
-        slots: Sequence[int],
-        ids_BL: Tensor,
-        *,
-        window_length: int | None,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-    ) -> Solution | None:
-        """Solve prompts of one length together, commit each to its slot, and return their solution.
-
-        ``tolerance`` and ``max_iterations`` apply to the prompts and to the slots' next searches; None: the
-        options of all searches. They require ``limits_per_slot``.
-
-        A single prompt is written in place; for several, keys and states are copied to the slots.
-        """
-        options = _limited(self, slots, tolerance, max_iterations)
-        batch, length = ids_BL.shape
-        if batch == 1:
-            layers = tuple(states.prefill(slots[0]) for states in self.every_states())
-            state = SequenceState(1, 0, self.lengths_S.new_zeros(1), layers)
-        else:
-            state = self.model.initial_state(batch, max_seq_len=length)
-        encoded = _encode(self, ids_BL, state, options, window_length=window_length)
-        commit_prompts(self, slots, encoded, length=length)
-        return encoded.solution
 
     def leave(self, slot: int) -> None:
         """Free a slot."""
@@ -274,46 +241,6 @@ class SlotBatch:
                 self.captured.do(name, size, procedure)
 
 
-def _limited(
-    batch: SlotBatch, slots: Sequence[int], tolerance: float | None, max_iterations: int | None
-) -> SearchOptions:
-    """Set the limits of these slots, and return the options of a search with them."""
-    options, search = batch.options, batch.search
-    if search.limits is None:
-        return options
-    if tolerance is not None or max_iterations is not None:
-        options = replace(
-            options,
-            tolerance=options.tolerance if tolerance is None else tolerance,
-            max_iterations=options.max_iterations if max_iterations is None else max_iterations,
-        )
-    _, stopping, _ = slot_search_config(batch.model, options)
-    assert stopping is not None
-    for slot in slots:
-        search.set_limits(slot, stopping.tolerance, stopping.max_iterations)
-    return options
-
-
-def commit_prompts(batch: SlotBatch, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
-    """Store the states and outputs of prompts, one per row, in their slots."""
-    assert encoded.state is not None
-    blocks, ends, every = batch.model.state_blocks(), batch.ends, batch.every_states()
-    for row, slot in enumerate(slots):
-        index = torch.full((1,), row, device=batch.device)
-        for block, states, layer in zip(blocks, every, encoded.state.layers, strict=True):
-            states.commit(slot, layer if len(slots) == 1 else block.mixer.select_rows(layer, index))
-    slots_B = torch.tensor(slots, device=batch.device)  # all at once: a launch for each of 256 takes a while
-    batch.lengths_S.index_fill_(0, slots_B, length)
-    batch.busy_S.index_fill_(0, slots_B, True)
-    ends.pending_S.index_fill_(0, slots_B, False)
-    ends.hidden_SD[slots_B] = encoded.hidden_BLD[:, -1].to(ends.hidden_SD.dtype)
-    if encoded.solution is not None:
-        ends.core_SC[slots_B] = encoded.solution.z[:, -1].to(ends.core_SC.dtype)
-        for name, value_B in _of_last_tokens(encoded.solution).items():
-            kept_S = getattr(batch.search, name)
-            kept_S[slots_B] = value_B.to(kept_S.dtype)
-
-
 def _slot_map(
     batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
 ) -> Callable[[Tensor], Tensor]:
@@ -398,31 +325,6 @@ def slot_search_config(
     return solver, stopping, exit_of_points(model, options)
 
 
-def _of_last_tokens(solution: Solution) -> dict[str, Tensor]:
-    """Return iterations, residual and converged of each row's last token, or of the row, each (B,)."""
-    names = ("iterations", "residual", "converged")
-    if solution.token_iterations is None:
-        return {name: getattr(solution, name) for name in names}
-    return {name: getattr(solution, f"token_{name}")[:, -1] for name in names}
-
-
-def encode_window(
-    batch: SlotBatch,
-    slot: int,
-    ids_1L: Tensor,
-    state: SequenceState,
-    *,
-    tolerance: float | None,
-    max_iterations: int | None,
-) -> Encoded:
-    """Solve a part of a slot's prompt after ``state``, and return it with the state after it.
-
-    ``commit_prompts`` stores the last part in the slot.
-    """
-    options = _limited(batch, [slot], tolerance, max_iterations)
-    return _encode(batch, ids_1L, state, options, window_length=None)
-
-
 def report_searches(batch: SlotBatch, size: int) -> None:
     """Report the slots' last tokens, and the searches before them."""
     places = batch.places("choose", size)
@@ -435,24 +337,3 @@ def report_searches(batch: SlotBatch, size: int) -> None:
     )
     for place, value in zip(places.report_4R, reported, strict=True):
         place.copy_(value)
-
-
-def _encode(
-    batch: SlotBatch,
-    ids_BL: Tensor,
-    state: SequenceState,
-    options: SearchOptions,
-    *,
-    window_length: int | None,
-) -> Encoded:
-    with batch.precision():
-        encoded: Encoded = batch.model.encode(
-            batch.model.embedding(ids_BL),
-            ids_BL=needed_ids(batch.model, ids_BL),
-            state=state,
-            return_state=True,
-            window_length=window_length,
-            search=options,
-            weights=batch.weights,
-        )
-    return encoded

@@ -22,11 +22,13 @@ from implicit_blocks.decoding.prompts import (
     check_prompts,
     check_search,
     check_stop_token_ids,
-    lay_out,
+    token_rows,
 )
+from implicit_blocks.decoding.slots.admission import Admission
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.in_flight import most_in_flight, wavefront_of
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
+from implicit_blocks.decoding.slots.prompts import SlotPrompts
 from implicit_blocks.decoding.slots.quantized import quantized_search
 from implicit_blocks.decoding.slots.steps import admit, choose, fly
 from implicit_blocks.decoding.slots.texts import (
@@ -88,6 +90,8 @@ class ContinuousDecoder:
             full precision, with a line in the log. None: full precision.
         prefill_chunk: number of tokens per step in which prompts are solved while texts are running; the
             memory of a prompt's search is then that of one chunk. None: whole prompts, between two steps.
+        gather_seconds: maximum time for which texts wait for others while some are running, so that their
+            prompts are solved together (``Admission``). 0: texts enter free slots at once.
         prefix_cache_bytes: size of a cache of the states after the chunks of prompts, in bytes: a prompt that
             begins with the chunks of an earlier one, such as a system prompt, continues from there, with the
             same result. Requires ``prefill_chunk``. 0: no cache.
@@ -115,6 +119,7 @@ class ContinuousDecoder:
         search_dtype: torch.dtype | None = None,
         prefill_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
+        gather_seconds: float = 0.0,
         **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
@@ -126,13 +131,9 @@ class ContinuousDecoder:
         ):
             if size is not None:
                 require_count(name, size)
-        halves = {-(-max_batch_size // (1 << times)) for times in range(max_batch_size.bit_length() + 1)}
-        sizes = halves if buckets is None else {*buckets, max_batch_size}
-        if not all(1 <= size <= max_batch_size for size in sizes):
-            raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to {max_batch_size} (slots)")
         check_prefill(prefill_chunk, prefix_cache_bytes, window_length)
-        self.model, self.max_seq_len, self.buckets = model, max_seq_len, sorted(sizes)
-        self.window_length = window_length
+        self.model, self.max_seq_len = model, max_seq_len
+        self.buckets = _sizes_of_steps(buckets, max_batch_size)
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
         options = SearchOptions(**search)
@@ -151,6 +152,7 @@ class ContinuousDecoder:
             state_dtype=state_dtype,
             limits_per_slot=limits_per_request,
         )
+        self.prompts = SlotPrompts(self.batch, window_length=window_length)
         self.quantized = quantized_search(self.batch, search_dtype, in_flight=max_in_flight)
         self.wavefront = wavefront_of(self.batch, in_flight, asked=max_in_flight is not None)
         self.prefill: Prefill | None = None
@@ -166,6 +168,9 @@ class ContinuousDecoder:
         self._done: AsyncHostCopy | None = None  # the slots whose searches had ended after the last call
         self._chosen: deque[Chosen | Flown] = deque()  # tokens that are being copied to the host
         self._rows: list[int] = []  # of the last call
+        self.admission = Admission(gather_seconds)
+        self.before_prompts: Callable[[], None] | None = None
+        """Called before prompts are solved."""
         self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
         """Called with the numbers of requests whose prompts were solved together, and their solution."""
 
@@ -186,7 +191,7 @@ class ContinuousDecoder:
         """
         check_limits(request, self.batch.search.stopping, accepted=self.accepts_limits)
         require_count("max_new_tokens", request.max_new_tokens)
-        ids, _ = lay_out([request.prompt], device=torch.device("cpu"))  # a check on a GPU waits for its work
+        ids = token_rows([request.prompt], device=torch.device("cpu"))[0][None]  # a check on a GPU waits
         room = self.max_seq_len - request.max_new_tokens
         if room < 1:
             raise ValueError(
@@ -231,8 +236,7 @@ class ContinuousDecoder:
                 return False
             text.ended = True  # tokens that are being copied are dropped
             if text in self.texts:
-                slot = self.texts.index(text)
-                self._leave(slot)
+                self._leave(self.texts.index(text))
             return True
         return False
 
@@ -323,3 +327,12 @@ class ContinuousDecoder:
         self.batch.leave(slot)
         if self.wavefront is not None:
             self.wavefront.leave(slot)
+
+
+def _sizes_of_steps(buckets: Sequence[int] | None, slots: int) -> list[int]:
+    """Return the sizes of steps, ascending; by default the number of slots and its halves."""
+    halves = {-(-slots // (1 << times)) for times in range(slots.bit_length() + 1)}
+    sizes = halves if buckets is None else {*buckets, slots}
+    if not all(1 <= size <= slots for size in sizes):
+        raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to {slots} (slots)")
+    return sorted(sizes)

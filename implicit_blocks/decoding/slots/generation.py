@@ -73,7 +73,9 @@ class SlotGeneration:
             **search,
         )
         self.decoder.on_prompts = self._keep
-        self._prompts: dict[int, tuple[Solution, int]] = {}
+        self._prompts: dict[int, tuple[Solution, int, int]] = {}
+        """Of each row: the solution with its prompt, and its row and number of tokens in it."""
+        self._lengths = [len(row) for row in rows]
         for row, limit, seed in zip(rows, limits, seeds, strict=True):
             request = Request(
                 prompt=row,
@@ -129,7 +131,9 @@ class SlotGeneration:
 
     def _keep(self, numbers: list[int], solution: Solution | None) -> None:
         if solution is not None:
-            self._prompts |= {number: (solution, row) for row, number in enumerate(numbers)}
+            self._prompts |= {
+                number: (solution, row, self._lengths[number]) for row, number in enumerate(numbers)
+            }
 
     @property
     def prompt(self) -> Solution | None:
@@ -137,15 +141,16 @@ class SlotGeneration:
         if len(self._prompts) < len(self.made):
             return None
         parts = [self._prompts[number] for number in range(len(self.made))]
-        z = self._laid_out([s.z[row] for s, row in parts], 0.0)
+        z = self._laid_out([s.z[row, :length] for s, row, length in parts], 0.0)
         assert z is not None
 
         def of_rows(name: str) -> Tensor:
-            return torch.stack([getattr(s, name)[row] for s, row in parts])
+            return torch.stack([getattr(s, name)[row] for s, row, _ in parts])
 
         def of_tokens(name: str) -> Tensor | None:
-            found = [(getattr(s, f"token_{name}"), row) for s, row in parts]
-            return self._laid_out([None if t is None else t[row] for t, row in found], EMPTY[name])
+            found = [(getattr(s, f"token_{name}"), *where) for s, *where in parts]
+            cut = [None if t is None else t[row, :length] for t, row, length in found]
+            return self._laid_out(cut, EMPTY[name])
 
         return Solution(
             z=z,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.decoding.slots.batch import SlotBatch, commit_prompts, encode_window
+from implicit_blocks.decoding.slots.batch import SlotBatch
+from implicit_blocks.decoding.slots.prompts import commit_prompts, encode_tokens, limited_options
 from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.mixers.attention.state import AttentionState
 from implicit_blocks.specs.base import require_count
@@ -100,21 +101,16 @@ class Prefill:
         if state.length == 0 and (known := self._known(text)) is not None:
             state = _with_room(known, text.ids.shape[1])
         end = min(state.length + self.chunk, text.ids.shape[1])
-        encoded = encode_window(
-            self.batch,
-            slot,
-            text.ids[:, state.length : end],
-            state,
-            tolerance=text.request.tolerance,
-            max_iterations=text.request.max_iterations,
-        )
+        request = text.request
+        options = limited_options(self.batch, [slot], request.tolerance, request.max_iterations)
+        encoded = encode_tokens(self.batch, text.ids[:, state.length : end], state, options)
         assert encoded.state is not None
         if end < text.ids.shape[1]:
             self._progress[slot] = text, encoded.state
             if self.cache.max_bytes:
                 self.cache.store(_key(text, end), _with_room(encoded.state, end))
             return None
-        commit_prompts(self.batch, [slot], encoded, length=end)
+        commit_prompts(self.batch, [slot], encoded, lengths=[end], before=state.length)
         del self._progress[slot]
         return slot
 

@@ -7,6 +7,7 @@ Shape legend: S slots, R of them in a step, D model width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from implicit_blocks.cuda.procedures import put_
 from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.search.policies import MovingAverage
@@ -85,11 +87,13 @@ class SlotSearch:
         self.averaging = None if moving_average is None else MovingAverage(moving_average)
         self.averages = None if moving_average is None else (self.z.clone(), self.z.clone())
 
-    def set_limits(self, slot: int, tolerance: float, max_iterations: int) -> None:
-        """Set the tolerance and the maximum number of iterations of a slot's next searches."""
+    def set_limits(self, slots: Sequence[int], tolerance: float, max_iterations: int) -> None:
+        """Set the tolerance and the maximum number of iterations of the next searches of some slots."""
         assert self.limits is not None
-        self.limits[0][slot] = tolerance
-        self.limits[1][slot] = max_iterations
+        slots_B = torch.empty(len(slots), dtype=torch.int64, device=self.z.device)
+        put_(slots_B, slots)
+        for whole_S, value in zip(self.limits, (tolerance, max_iterations), strict=True):
+            whole_S.index_fill_(0, slots_B, value)
 
     def begin(self, slots_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
         """Begin a token in each of these slots, or in those of them where ``where_R`` (R,) bool is True."""

@@ -5,10 +5,9 @@ Shape legend: R slots of a step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.decoding.slots.batch import report_searches
@@ -16,7 +15,6 @@ from implicit_blocks.decoding.slots.prefill import Prefill
 from implicit_blocks.decoding.slots.texts import (
     Chosen,
     Flown,
-    alike,
     by_rule,
     draw_in_flight,
     draw_tokens,
@@ -33,27 +31,29 @@ def admit(decoder: ContinuousDecoder) -> None:
     if decoder.prefill is not None:
         _admit_chunk(decoder, decoder.prefill)
         return
+    began = None
     while decoder.waiting:  # repeated if a text ends with its first token
         free = [slot for slot, text in enumerate(decoder.texts) if text is None]
+        counts = {"waiting": len(decoder.waiting), "free": len(free)}
+        running = len(decoder.texts) - len(free)
+        if began is None and not decoder.admission.is_due(time.perf_counter(), running=running, **counts):
+            return
         entering = [(slot, decoder.waiting.popleft()) for slot in free[: len(decoder.waiting)]]
         if not entering:
-            return
-        for group in alike(entering):
+            break
+        if began is None:
+            if decoder.before_prompts is not None:
+                decoder.before_prompts()
+            began = time.perf_counter()
+        for group in decoder.prompts.groups(entering):
             for slot, text in group:
                 decoder.texts[slot] = text
-            slots = [slot for slot, _ in group]
-            ids = torch.cat([text.ids for _, text in group])
-            request = group[0][1].request
-            solution = decoder.batch.encode(
-                slots,
-                ids,
-                window_length=decoder.window_length,
-                tolerance=request.tolerance,
-                max_iterations=request.max_iterations,
-            )
+            solution = decoder.prompts.solve(group)
             if decoder.on_prompts is not None:
                 decoder.on_prompts([text.number for _, text in group], solution)
-            choose(decoder, slots)
+            choose(decoder, [slot for slot, _ in group])
+    if began is not None:
+        decoder.admission.took(time.perf_counter() - began)
 
 
 def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:

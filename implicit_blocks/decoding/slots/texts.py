@@ -29,8 +29,6 @@ from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.specs import Stopping
 
-TOGETHER = 8192  # maximum number of prompt tokens that are solved together
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -79,6 +77,7 @@ class Text:
 
     def __init__(self, number: int, request: Request, ids: Tensor) -> None:
         self.number, self.request, self.ids = number, request, ids
+        self.length = ids.shape[1]
         self.chosen = self.made = self.begun = 0
         self.ended = False
         count, sampling = request.max_new_tokens, request.sampling
@@ -183,17 +182,6 @@ def filled_up(texts: Sequence[Text | None], slots: Sequence[int], size: int) -> 
     idle = (n for n, text in enumerate(texts) if text is None and n not in chosen)
     busy = (n for n, text in enumerate(texts) if text is not None and n not in chosen)
     return sorted([*slots, *islice(chain(idle, busy), size - len(slots))])
-
-
-def alike(entering: Sequence[tuple[int, Text]]) -> Iterator[list[tuple[int, Text]]]:
-    """Yield groups of texts with prompts of one length and the same limits, with at most TOGETHER tokens."""
-    alike: dict[tuple[int, float | None, int | None], list[tuple[int, Text]]] = defaultdict(list)
-    for slot, text in entering:
-        key = (text.ids.shape[1], text.request.tolerance, text.request.max_iterations)
-        alike[key].append((slot, text))
-    for (length, *_), group in alike.items():
-        count = max(1, TOGETHER // length)
-        yield from (group[first : first + count] for first in range(0, len(group), count))
 
 
 def by_rule(texts: dict[int, Text]) -> dict[Sampling, list[int]]:

@@ -6,12 +6,13 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import SlotStates, State
+from implicit_blocks.interfaces import Mixer, SlotStates, State
 from implicit_blocks.ops.quantization import eight_bits
 
 
@@ -120,24 +121,26 @@ class AttentionSlots(SlotStates):
             return AttentionState(nothing, nothing, 0)
         return AttentionState(self.keys[slot : slot + 1], self.values[slot : slot + 1], 0)
 
-    def commit(self, slot: int, state: State) -> None:
-        """Copy the prompt to its slot, unless it was written there in place.
+    def commit_rows(self, mixer: Mixer, slots: Sequence[int], slots_B: Tensor, state: State) -> None:
+        """Copy prompts to their slots, unless they were written there in place; padding may be dropped.
 
-        The rest of the slot is zeroed: attention multiplies masked keys by 0, so that an overflow in an
+        The rest of the slots is zeroed: attention multiplies masked keys by 0, so that an overflow in an
         earlier text would give NaN in this one.
         """
-        for kept in (self.keys, self.values, self.key_scales, self.value_scales):
-            if kept is not None:
-                kept[slot, :, state.length :] = 0
-        new = (state.keys[0, :, : state.length], state.values[0, :, : state.length])
-        if self.key_scales is not None and self.value_scales is not None:
-            keys, values = eight_bits(new[0]), eight_bits(new[1])
-            self.key_scales[slot, :, : state.length] = keys.scales
-            self.value_scales[slot, :, : state.length] = values.scales
-            new = (keys.codes, values.codes)
-        elif state.keys.data_ptr() == self.keys[slot].data_ptr():
-            return
-        self.keys[slot, :, : state.length], self.values[slot, :, : state.length] = new
+        in_place = self.key_scales is None and state.keys.data_ptr() == self.keys[slots[0]].data_ptr()
+        for kept, scales, of_state in (
+            (self.keys, self.key_scales, state.keys),
+            (self.values, self.value_scales, state.values),
+        ):
+            end = min(state.length, kept.shape[2])
+            new = of_state[:, :, :end]
+            if scales is not None:
+                new, new_scales = eight_bits(new)
+                scales[:, :, :end].index_copy_(0, slots_B, new_scales)
+                scales[:, :, end:].index_fill_(0, slots_B, 0)
+            if not in_place:
+                kept[:, :, :end].index_copy_(0, slots_B, new.to(kept.dtype))
+            kept[:, :, end:].index_fill_(0, slots_B, 0)
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> SlotKeys:
         """Return all slots and the indices of those in the step."""

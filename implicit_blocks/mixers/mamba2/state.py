@@ -6,12 +6,13 @@ state width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import SlotStates
+from implicit_blocks.interfaces import Mixer, SlotStates
 
 if TYPE_CHECKING:
     from implicit_blocks.mixers.mamba2.mixer import Mamba2
@@ -62,11 +63,11 @@ class Mamba2Slots(SlotStates):
         """Return an empty state."""
         return self._new
 
-    def commit(self, slot: int, state: Mamba2State) -> None:
-        """Copy the state into its slot."""
-        self.taps_SWC[slot, 1:] = state.conv_BWC[0]
-        self.h_SHPN[slot] = state.h_BHPN[0]
-        self.next_S[slot] = 0
+    def commit_rows(self, mixer: Mixer, slots: Sequence[int], slots_B: Tensor, state: Mamba2State) -> None:
+        """Copy the states into their slots."""
+        self.taps_SWC[slots_B, 1:] = state.conv_BWC.to(self.taps_SWC.dtype)
+        self.h_SHPN[slots_B] = state.h_BHPN.to(self.h_SHPN.dtype)
+        self.next_S.index_fill_(0, slots_B, 0)
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> Mamba2State:
         """Return the states: a view for all slots, a copy for some."""
