@@ -3,8 +3,8 @@
     python benchmarks/equal_compute_gpu.py RUNS.json --data DIR --report DIR --output DIR --seconds 500
 
 RUNS.json is a list of recipes (`trainer.experiments.equal_compute.recipes.Recipe`), the most important
-first, or a result file, such as ``benchmarks/results/equal_compute_llama.json``, whose runs are repeated;
-``tiny`` is a list for testing. Finished runs, which have a result file in the output folder, are skipped.
+first, or a result file, such as ``benchmarks/results/equal_compute_llama.json``, whose runs are repeated, or
+the name of a list (`lists`). Finished runs, which have a result file in the output folder, are skipped.
 Without a GPU it runs on the CPU, to test the program, not to measure.
 """
 
@@ -24,18 +24,52 @@ BEGAN = time.monotonic()
 ENDING = 20.0
 """Seconds kept for the evaluation of the runs that end last."""
 
+Runs = list[dict[str, Any]]
+END: dict[str, Any] = {"end_loops": 8, "end_from": 0.8}
+FOUR: dict[str, Any] = {"layers": [0, 4, 0]}
+LOOPED: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3, **END}
+EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
+TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
+LATE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "loops_from": 0.5, **END}
+LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995]}
+MAMBA2: dict[str, Any] = {**LLAMA, "family": "mamba2", "petaflops": 0.82}
 TINY: dict[str, Any] = {
     "petaflops": 2e-5, "learning_rate": 4e-3, "weight_decay": 1.5, "width": 64, "batch_size": 4, "length": 64,
     "precision": "float32",
 }  # fmt: skip
-"""Fields of the list ``tiny``, which tests this program."""
 
 
-def listed_runs(name: str) -> list[dict[str, Any]]:
-    """Return the recipes of a JSON file, a list of them or results of this program; or those of ``tiny``."""
-    if name == "tiny":
-        shapes: list[dict[str, Any]] = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
-        return [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in shapes]
+def lists() -> dict[str, Runs]:
+    """Return lists by name: runs that docs/equal_compute.md calls not measured, and ``tiny``, for testing.
+
+    The first two choose recipes, for `--chosen`; text of 1.48 M, 2.65 M, 2.65 M and 5.15 M tokens.
+    """
+    pair, looped = (FOUR, LOOPED), (EIGHT, TWICE, {**TWICE, **END}, LATE)
+    small: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
+    longer = {**LLAMA, "petaflops": 3.66, "learning_rate": 2e-3, "weight_decay": 1.5}
+    wide = {**longer, "petaflops": 6.5, "width": 384}
+    return {
+        "mamba2": [
+            {**MAMBA2, **shape, "learning_rate": rate, "weight_decay": decay}
+            for rate, decay in ((2e-3, 2.0), (2e-3, 4.0), (4e-3, 2.0))
+            for shape in looped
+        ],
+        "muon": [
+            {**LLAMA, **shape, "optimizer": "muon", "learning_rate": rate, "weight_decay": decay}
+            for rate, decay in ((2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0))
+            for shape in pair
+        ],
+        "longer": [{**longer, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
+        "10m": [{**wide, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
+        "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in small],
+    }
+
+
+def listed_runs(name: str) -> Runs:
+    """Return the recipes of a list of this file, or of a JSON file with a list or results of this program."""
+    known = lists()
+    if name in known:
+        return known[name]
     found = json.loads(Path(name).read_text(encoding="utf-8"))
     return found if isinstance(found, list) else [row["recipe"] for row in found["runs"]]
 
@@ -121,7 +155,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", help="JSON file with a list of recipes, or with results, or 'tiny'")
+    parser.add_argument("runs", help="JSON file with recipes or results, or the name of a list")
     parser.add_argument(
         "--data", type=Path, required=True, metavar="DIR", help="tokens with a validation split"
     )

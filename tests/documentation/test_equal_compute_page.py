@@ -10,6 +10,7 @@ import pytest
 
 from trainer.experiments.equal_compute.compare import require_same_text
 from trainer.experiments.equal_compute.plot import draw
+from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +154,14 @@ def test_runs_on_other_text_are_not_summarized_together() -> None:
     runs = [{"name": "a", "text": 1, "windows": 1}, {"name": "b", "text": 2, "windows": 1}]
     with pytest.raises(ValueError, match="a and b were trained on different text"):
         require_same_text(runs)
+
+
+def test_the_lists_of_runs_are_recipes() -> None:
+    lists = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_gpu.py"))["lists"]()
+    for name, runs in lists.items():
+        recipes = [Recipe.of(run) for run in runs]
+        assert len({recipe.name for recipe in recipes}) == len(runs), name
+        assert {recipe.side for recipe in recipes} == {"explicit", "implicit"}
 
 
 def test_further_seeds_are_those_of_the_recipe_that_the_text_of_the_choice_prefers() -> None:
