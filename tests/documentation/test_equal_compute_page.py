@@ -15,7 +15,7 @@ from trainer.experiments.equal_compute.tables import at_fixed_point
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
-ON_ONE_TEXT = ("llama", "llama_rates", "llama_late", "mamba2")
+PICTURED = ("averaged", "quarter_mamba2")
 PAGE = " ".join((ROOT / "docs" / "equal_compute.md").read_text(encoding="utf-8").split())
 
 
@@ -114,7 +114,7 @@ def test_the_differences_on_text_seen_once() -> None:
 
 
 def test_the_picture_has_all_runs_on_the_text_of_the_seeds() -> None:
-    runs = [run for name in ON_ONE_TEXT for run in read(name)]
+    runs = [run for name in PICTURED for run in read(name)]
     written = SEEDS["pictured"](runs)
     filled = {
         name for one in written["comparisons"] for side in one["sides"].values() for name in side["runs"]
@@ -210,7 +210,7 @@ def test_the_differences_with_averaged_weights(half: dict[str, Any]) -> None:
 
 
 def test_averages_make_the_lead_of_llama_smaller(half: dict[str, Any]) -> None:
-    small = [run for run in half["read"]("Llama") if run["parameters"] < 5.4e6]
+    small = [run for run in half["choosing"](half["read"]("Llama")) if run["parameters"] < 5.4e6]
     pairs = []
     for weights in ("last", "averaged"):
         best_of = partial(min, key=lambda one: one["choice"])
@@ -223,6 +223,25 @@ def test_averages_make_the_lead_of_llama_smaller(half: dict[str, Any]) -> None:
     assert f"perplexity of {ours:.2f} and the explicit one {theirs:.2f}" in PAGE
     assert f"({percent(lead, sign=False)} % below), and {better:.2f} and {best:.2f} with averaged" in PAGE
     assert f"ones ({percent(left, sign=False)} % below)" in PAGE
+
+
+def test_a_penalty_on_the_residual_lets_the_averaged_weights_converge(half: dict[str, Any]) -> None:
+    runs = half["read"]("Llama")
+    looped = [run for run in runs if run["recipe"]["end_loops"] and run["recipe"]["weight_decay"] == 1.5]
+    looped = [run for run in looped if run["shape"].startswith("1-2-1, 3 loops, 8 from 80%")]
+    (penalized,) = (run for run in looped if run["recipe"]["residual_weight"])
+    (plain,) = (
+        run
+        for run in half["choosing"](looped)
+        if (run["recipe"]["share"], run["recipe"]["learning_rate"], run["recipe"]["damping"]) == (1, 2e-3, 1)
+        and not run["recipe"]["residual_weight"]
+    )
+    shares = [percent(at_fixed_point(run)[1], sign=False) for run in (penalized, plain)]
+    assert f"lets {shares[0]} % of the tokens converge in 32 iterations, instead of {shares[1]} %" in PAGE
+    assert f"at the same perplexity ({penalized['report']:.2f} and {plain['report']:.2f})" in PAGE
+    seeds = [at_fixed_point(run)[1] for run in half["reported"](looped)]
+    low, high = (percent(end(seeds), sign=False) for end in (min, max))
+    assert f"{low} to {high} % with averaged ones (target: 99 %)" in PAGE
 
 
 def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:

@@ -143,13 +143,13 @@ def seeds_of_catbabi():
 
 def seeds_of_language_models():
     rows = {}
-    for family, sizes in (
-        ("llama", {("implicit", 4): "5.3 M", ("explicit", 4): "5.3 M", ("explicit", 8): "8.5 M"}),
-        ("mamba2", {("implicit", 8): "5.8 M", ("explicit", 8): "5.8 M", ("explicit", 12): "7.7 M"}),
+    for name, family, sizes in (
+        ("averaged", "Llama", {("implicit", 4): "5.3 M", ("explicit", 4): "5.3 M", ("explicit", 8): "8.5 M"}),
+        ("quarter_mamba2", "Mamba2", {("implicit", 8): "5.8 M", ("explicit", 8): "5.8 M"}),
     ):
-        perplexity = equal_compute_seeds(family)
+        perplexity = averaged_seeds(name)
         for (side, layers), size in sizes.items():
-            row = f"equal FLOPs, several epochs, {family.title()}", f"{side}, {size}"
+            row = f"equal FLOPs, averaged weights, {family}", f"{side}, {size}"
             rows[row] = [f"{value:.1f}" for value in perplexity[side, layers]]
     once = {twin["run"]: twin["lengths"][0]["perplexity"] for twin in results("books_own_rates")["twins"]}
     once |= {twin["run"]: twin["perplexity at 512"] for twin in results("language")["twins"]}
@@ -285,37 +285,35 @@ def tasks():
     return found
 
 
-def equal_compute_seeds(name):
-    """Return the perplexities of the recipes with several seeds, by side and number of layers."""
-    perplexity: dict[tuple[str, int, str], list[float]] = {}
+LEVEL = "; difference not significant"
+
+
+def averaged_seeds(name):
+    """Return the perplexities of reported seeds with averaged weights, by side and number of layers.
+
+    Of looped recipes these are those with more loops at the end.
+    """
+    found: dict[tuple[str, int], list[float]] = {}
     for run in sorted(results(f"equal_compute_{name}")["runs"], key=lambda run: run["recipe"]["seed"]):
-        kind = run["side"], sum(run["recipe"]["layers"]), repr({**run["recipe"], "seed": 0})
-        perplexity.setdefault(kind, []).append(run["report"])
-    return {kind[:2]: rows for kind, rows in perplexity.items() if len(rows) > 1}
-
-
-def equal_compute(name):
-    """Return the perplexities of the mean losses of the recipes with several seeds."""
-    return {kind: math.exp(mean(map(math.log, rows))) for kind, rows in equal_compute_seeds(name).items()}
+        recipe = run["recipe"]
+        if recipe["seed"] and (run["side"] == "explicit" or recipe["end_loops"]):
+            found.setdefault((run["side"], sum(recipe["layers"])), []).append(run["report"])
+    return found
 
 
 def language_models():
     """Return the README's cells of language modeling."""
-    llama, mamba2 = equal_compute("llama"), equal_compute("mamba2")
-    equal = "perplexity on books at equal text, parameters and FLOPs"
-    ours, four, eight = (llama[key] for key in (("implicit", 4), ("explicit", 4), ("explicit", 8)))
-    level = [mamba2[key] for key in (("implicit", 8), ("explicit", 8))]
-    compared = {
-        f"{equal}, Llama 5M, last weights, means of 5 and 4 seeds": [f"{ours:.1f}", f"{four:.1f} (explicit)"],
-        "perplexity on books at equal text and FLOPs, Llama 5M, last weights, beside 8.5M parameters": [
-            f"{ours:.1f}",
-            f"{eight:.1f} (explicit; difference not significant)",
-        ],
-        f"{equal}, Mamba2 6M, last weights, means of 2 and 3 seeds": [
-            f"{level[0]:.1f}",
-            f"{level[1]:.1f} (explicit; difference not significant)",
-        ],
-    }
+    llama, mamba2 = averaged_seeds("averaged"), averaged_seeds("quarter_mamba2")
+    compared = {}
+    for name, ours, theirs, note in (
+        ("text, parameters and FLOPs, Llama 5M", llama["implicit", 4], llama["explicit", 4], ""),
+        ("text and FLOPs, Llama 5M beside 8.5M", llama["implicit", 4], llama["explicit", 8], ""),
+        ("text, parameters and FLOPs, Mamba2 6M", mamba2["implicit", 8], mamba2["explicit", 8], LEVEL),
+    ):
+        seeds = f"means of {len(ours)} and {len(theirs)} seeds"
+        row = f"perplexity on books at equal {name}, averaged weights, {seeds}"
+        means = [f"{math.exp(mean(map(math.log, values))):.1f}" for values in (ours, theirs)]
+        compared[row] = [means[0], f"{means[1]} (explicit{note})"]
     own, first = results("books_own_rates"), results("language")
     perplexity: dict[str, list[float]] = {}
     for twin in own["twins"]:

@@ -177,6 +177,7 @@ MEASURED = {
         "weight_decay": 1.5,
         "petaflops": 1.83,
         "average": 0.997,
+        "residual_weight": 1.0,
     },
     "books_5m_residual_explicit": {
         "family": "llama",
