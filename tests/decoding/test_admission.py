@@ -42,6 +42,7 @@ def test_prompts_of_unequal_lengths_are_solved_together(family, tiny_model, chan
     decoder, together = decoder_of(model)
     made = decoded(decoder)
     assert together == [len(PROMPTS)]
+    assert list(made) == [*range(len(PROMPTS))]  # the first tokens come in the order of the texts
     for row, prompt in enumerate(PROMPTS):
         alone = ib.generate(model, [prompt], max_new_tokens=5, return_logits=True)
         assert [new.token for new in made[row]] == alone.tokens[0].tolist()

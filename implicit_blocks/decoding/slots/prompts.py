@@ -67,9 +67,9 @@ class SlotPrompts:
             first = 0
             for end in range(1, len(group) + 1):
                 if end == len(group) or not self._are_alike(group[first : end + 1]):
-                    groups.append(group[first:end])
+                    groups.append(sorted(group[first:end], key=lambda one: one[0]))  # as they entered
                     first = end
-        return sorted(groups, key=lambda group: min(slot for slot, _ in group))
+        return sorted(groups, key=lambda group: group[0][0])
 
     def _are_alike(self, group: Entering) -> bool:
         """Whether these prompts, the last of which is the longest, are solved together."""
