@@ -233,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="output file (default: in benchmarks/results)")
     parser.add_argument("--only", default="", help="measure only cases whose names begin with this")
+    parser.add_argument("--backends", nargs="+", help="measure only these backends")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -246,6 +247,8 @@ def main() -> None:
         work = case.make(torch.bfloat16)
         for backend in case.operation.backends:
             if backend.name in ("recurrence", "chunked_autograd"):
+                continue
+            if options.backends is not None and backend.name not in options.backends:
                 continue
             began = time.perf_counter()
             row = {"work": name, "backend": backend.name}

@@ -12,9 +12,9 @@ included when sampling: a margin below the error of the solution is a near tie. 
 over tokens of the largest error of a logit, compared with sequential decoding at a hundredth of the
 tolerance, up to the token where the texts part.
 
-Modes: *wavefront*, ``--in-flight`` tokens; *int8*, sequential, with searches that begin with weights in 8
-bits. A call is one call of the core on the tokens in flight; sequential decoding commits a token with a
-further call.
+Modes: *wavefront*, each number of tokens ``--in-flight``; *int8*, sequential, with searches that begin with
+weights in 8 bits. A call is one call of the core on the tokens in flight; sequential decoding commits a token
+with a further call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to measure; sequential first"
     )
-    parser.add_argument("--in-flight", type=int, default=8, help="tokens in flight per text")
+    parser.add_argument("--in-flight", nargs="+", type=int, default=[8], help="tokens in flight per text")
+    parser.add_argument("--bfloat16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--rows", type=int, default=4, help="texts decoded together, to compare")
     parser.add_argument("--max-iterations", type=int, default=200)
     parser.add_argument("--device", default="cpu")
@@ -118,8 +119,13 @@ def measure(
     tight = decoder_of(model, arguments.rows, 1, None, tolerance / 100, arguments)
     numbers = list(range(len(prompts)))
     exact = decoded(tight, prompts, numbers, temperature, arguments)
-    for mode in dict.fromkeys(("sequential", *arguments.modes)):
-        in_flight = arguments.in_flight if mode == "wavefront" else 1
+    modes = [
+        name
+        for mode in dict.fromkeys(("sequential", *arguments.modes))
+        for name in ([f"{mode} {count}" for count in arguments.in_flight] if mode == "wavefront" else [mode])
+    ]
+    for mode in modes:
+        in_flight = int(mode.split()[1]) if mode.startswith("wavefront") else 1
         search_dtype = torch.int8 if mode == "int8" else None
         decoder = decoder_of(model, 1, in_flight, search_dtype, tolerance, arguments)
         decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
@@ -173,16 +179,18 @@ def decoder_of(
     arguments: argparse.Namespace,
 ) -> ContinuousDecoder:
     """Return a decoder of at most ``rows`` texts at a time."""
-    return ContinuousDecoder(
-        model,
-        max_batch_size=rows,
-        buckets=[rows],
-        max_seq_len=arguments.context + arguments.tokens,
-        max_in_flight=in_flight,
-        search_dtype=search_dtype,
-        tolerance=tolerance,
-        max_iterations=arguments.max_iterations,
-    )
+    low = getattr(arguments, "bfloat16", False)
+    with torch.autocast(torch.device(arguments.device).type, dtype=torch.bfloat16, enabled=low):
+        return ContinuousDecoder(
+            model,
+            max_batch_size=rows,
+            buckets=[rows],
+            max_seq_len=arguments.context + arguments.tokens,
+            max_in_flight=in_flight,
+            search_dtype=search_dtype,
+            tolerance=tolerance,
+            max_iterations=arguments.max_iterations,
+        )
 
 
 def decoded(
@@ -192,14 +200,17 @@ def decoded(
     temperature: float,
     arguments: argparse.Namespace,
 ) -> list[list[NewToken]]:
-    """Return the new tokens of each prompt."""
-    first = decoder.submitted
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        sampling = Sampling(temperature=temperature)
-        decoder.submit(Request(prompt=prompt, max_new_tokens=arguments.tokens, sampling=sampling, seed=seed))
+    """Return the new tokens of each prompt; those of a full batch enter, and are solved, together."""
+    first, sampling = decoder.submitted, Sampling(temperature=temperature)
     texts: list[list[NewToken]] = [[] for _ in prompts]
-    for new in decoder.run():
-        texts[new.request - first].append(new)
+    for begin in range(0, len(prompts), decoder.batch.max_batch_size):
+        part = slice(begin, begin + decoder.batch.max_batch_size)
+        for prompt, seed in zip(prompts[part], seeds[part], strict=True):
+            decoder.submit(
+                Request(prompt=prompt, max_new_tokens=arguments.tokens, sampling=sampling, seed=seed)
+            )
+        for new in decoder.run():
+            texts[new.request - first].append(new)
     return texts
 
 
@@ -260,7 +271,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     print(f"| model | tolerance | temperature | decoding | {' | '.join(titles)} | equal texts |")
     print(f"| {' | '.join(['---'] * 11)} |")
     for row in rows:
-        for mode in (mode for mode in MODES if mode in row):
+        for mode in (name for name, found in row.items() if isinstance(found, dict)):
             cells = (row["model"], row["tolerance"], row["temperature"], mode)
             numbers = (*list(row[mode].values())[:6], row[mode].get("equal_texts", ""))
             print("| " + " | ".join(map(str, (*cells, *numbers))) + " |")
