@@ -224,18 +224,9 @@ def silu_product(both_RF: Tensor) -> Tensor:
 
 @triton.jit
 def mamba2_history(
-    m,
-    real,
-    entry,
-    taps_ptr,
-    conv_ptr,
-    conv_bias_ptr,
-    dt_bias_ptr,
-    inner,
-    C,
-    W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    m, real, entry, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W: tl.constexpr, HAS_BIAS:
+    tl.constexpr,
+):  # fmt: skip
     """Return the weight of the newest tap, and the sum over older taps; for dt, 1 and its bias."""
     channel = m - inner
     convolved = real & (channel >= 0) & (channel < C)
@@ -265,43 +256,13 @@ def mamba2_prepared(y, newest, earlier, m, real, entry_ptr, inner, C):
 
 @triton.jit
 def _linear_rows(
-    x_ptr,
-    norm_ptr,
-    w_ptr,
-    bias_ptr,
-    gate_ptr,
-    gate_bias_ptr,
-    scales_ptr,
-    gate_scales_ptr,
-    u_ptr,
-    rows_ptr,
-    z_ptr,
-    out_ptr,
-    M,
-    eps,
-    entries_ptr,
-    taps_ptr,
-    conv_ptr,
-    conv_bias_ptr,
-    dt_bias_ptr,
-    inner,
-    C,
-    K: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_GATE_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_U: tl.constexpr,
-    HAS_Z: tl.constexpr,
-    MAMBA2: tl.constexpr,
-    W: tl.constexpr,
-    HAS_CONV_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LATE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, norm_ptr, w_ptr, bias_ptr, gate_ptr, gate_bias_ptr, scales_ptr, gate_scales_ptr, u_ptr, rows_ptr,
+    z_ptr, out_ptr, M, eps, entries_ptr, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, K:
+    tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
+    SCALED: tl.constexpr, HAS_U: tl.constexpr, HAS_Z: tl.constexpr, MAMBA2: tl.constexpr, W: tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LATE: tl.constexpr, PDL:
+    tl.constexpr,
+):  # fmt: skip
     if not LATE:
         start_next(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -381,23 +342,10 @@ def _linear_rows(
 
 @triton.jit
 def _add_norm(
-    z_ptr,
-    branch_ptr,
-    squares_ptr,
-    w_ptr,
-    total_ptr,
-    out_ptr,
-    D,
-    part,
-    eps,
-    branch_width,
-    branch_eps,
-    HAS_BRANCH: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    z_ptr, branch_ptr, squares_ptr, w_ptr, total_ptr, out_ptr, D, part, eps, branch_width, branch_eps,
+    HAS_BRANCH: tl.constexpr, PARTS: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK: tl.constexpr, PDL:
+    tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
     row = tl.program_id(0).to(tl.int64) * D
     place = tl.arange(0, BLOCK)

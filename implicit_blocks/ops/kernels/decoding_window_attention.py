@@ -135,32 +135,11 @@ def _attend(key, value, before, q, scale, largest, weights, y, PRECISION: tl.con
 
 @triton.jit
 def _attention_window(
-    p_ptr,
-    rows_ptr,
-    lengths_ptr,
-    keys_ptr,
-    values_ptr,
-    cos_ptr,
-    sin_ptr,
-    found_ptr,
-    sums_ptr,
-    out_ptr,
-    arrivals_ptr,
-    U,
-    C,
-    scale,
-    SPLITS: tl.constexpr,
-    H: tl.constexpr,
-    KV: tl.constexpr,
-    P: tl.constexpr,
-    L: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    p_ptr, rows_ptr, lengths_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, found_ptr, sums_ptr, out_ptr,
+    arrivals_ptr, U, C, scale, SPLITS: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, L:
+    tl.constexpr, PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T:
+    tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
     F: tl.constexpr = P // 2
     GROUP: tl.constexpr = H // KV

@@ -103,33 +103,11 @@ def scan_window(
 
 @triton.jit
 def _scan_window(
-    p_ptr,
-    rows_ptr,
-    commits_ptr,
-    h_ptr,
-    a_log_ptr,
-    d_ptr,
-    norm_ptr,
-    out_ptr,
-    squares_ptr,
-    entries_ptr,
-    taps_ptr,
-    own_ptr,
-    U,
-    C,
-    share,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    G: tl.constexpr,
-    W: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    p_ptr, rows_ptr, commits_ptr, h_ptr, a_log_ptr, d_ptr, norm_ptr, out_ptr, squares_ptr, entries_ptr,
+    taps_ptr, own_ptr, U, C, share, L: tl.constexpr, BLOCK_L: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C:
+    tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     start_next(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
     part = tl.program_id(0) % (P // BLOCK_P)
