@@ -65,9 +65,8 @@ def random(*shape):
     ids=["R1-L1-K64-M48", "R2-L3-K70-M37", "R1-L4-K320-M64", "R3-L8-K96-M40"],
 )
 @pytest.mark.parametrize("codes", [False, True], ids=["weights", "codes"])
-@pytest.mark.parametrize("units", [True, False], ids=["units", "tokens"])
-def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, codes, dtype, units):
-    from implicit_blocks.ops.kernels.decoding_window import Operand, Tiles, linear_window
+def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, codes, dtype):
+    from implicit_blocks.ops.kernels.decoding_window import Operand, linear_window
 
     tokens = rows * length
     x, squares = random(tokens, width).to(dtype), random(tokens, 5).square()
@@ -91,7 +90,6 @@ def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, 
         z_TM=z,
         next_norm_M=following,
         next_eps=1e-6,
-        tiles=None if units else Tiles(outputs=4, inputs=128, units=False),
         **options,
     )
     divisor = (squares.sum(1, keepdim=True) / width + 1e-5).rsqrt()

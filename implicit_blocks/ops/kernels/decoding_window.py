@@ -59,8 +59,6 @@ class Tiles(NamedTuple):
 
     ``ahead`` is the number of tiles of weights that a program loads before its input is known, at most 2;
     ``trigger`` is where the next kernel may start: 0, at once, 1, once the input is known, 2, after the loop.
-    Without matrix ``units`` a program loads all its weights, at most three tiles, before its input is known,
-    and multiplies them by one token after the other; ``parts``, ``stages`` and ``ahead`` have no effect.
     """
 
     outputs: int = 16
@@ -70,7 +68,6 @@ class Tiles(NamedTuple):
     warps: int = 4
     ahead: int = 1
     trigger: int = 2
-    units: bool = True
 
 
 def tiles_of(width: int, *, wide: bool, gate: bool, codes: bool, conv: bool) -> Tiles:
@@ -143,8 +140,7 @@ def linear_window(
     chosen = tiles or tiles_of(
         width, wide=not half, gate=gate_MK is not None, codes=codes, conv=conv is not None
     )
-    fewest = COLUMNS[0] if chosen.units else 1
-    columns = min(max(triton.next_power_of_2(tokens), fewest), COLUMNS[1])
+    columns = min(max(triton.next_power_of_2(tokens), COLUMNS[0]), COLUMNS[1])
     together = columns // length * length  # whole windows
     programs = triton.cdiv(outputs, chosen.outputs)
     out = torch.empty(tokens, outputs, dtype=dtype, device=device) if out_TM is None else out_TM
@@ -200,7 +196,6 @@ def linear_window(
             SPLIT=chosen.parts,
             BLOCK_K=chosen.inputs,
             STAGES=chosen.stages,
-            UNITS=chosen.units,
             AHEAD=min(chosen.ahead, triton.cdiv(width, chosen.parts * chosen.inputs)),
             TRIGGER=max(chosen.trigger, int(late)),
             **({"PDL": False} if codes else overlapping(device)),  # 8 bits: slower
@@ -212,42 +207,6 @@ def linear_window(
 
 
 @triton.jit
-def _slab(ptr, along, real, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the rows of a program, up to three tiles; those that do not exist are the first one."""
-    first = tl.load(ptr, mask=real[:, None] & (along < K)[None, :], other=0.0)
-    second, third = first, first
-    if K > BLOCK_K:
-        second = tl.load(ptr + BLOCK_K, mask=real[:, None] & (BLOCK_K + along < K)[None, :], other=0.0)
-    if K > 2 * BLOCK_K:
-        third = tl.load(ptr + 2 * BLOCK_K, mask=real[:, None] & (2 * BLOCK_K + along < K)[None, :], other=0.0)
-    return first, second, third
-
-
-@triton.jit
-def _token(ptr, along, real, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load the input of one token, as ``_slab`` loads weights."""
-    first = tl.load(ptr + along, mask=real & (along < K), other=0.0).to(tl.float32)
-    second, third = first, first
-    if K > BLOCK_K:
-        second = tl.load(ptr + BLOCK_K + along, mask=real & (BLOCK_K + along < K), other=0.0).to(tl.float32)
-    if K > 2 * BLOCK_K:
-        third = tl.load(ptr + 2 * BLOCK_K + along, mask=real & (2 * BLOCK_K + along < K), other=0.0).to(
-            tl.float32
-        )
-    return first, second, third
-
-
-@triton.jit
-def _products(w_0, w_1, w_2, x_0, x_1, x_2, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    products = w_0.to(tl.float32) * x_0[None, :]
-    if K > BLOCK_K:
-        products += w_1.to(tl.float32) * x_1[None, :]
-    if K > 2 * BLOCK_K:
-        products += w_2.to(tl.float32) * x_2[None, :]
-    return products
-
-
-@triton.jit
 def _linear_window(
     x_ptr, squares_ptr, w_ptr, bias_ptr, gate_ptr, gate_bias_ptr, scales_ptr, gate_scales_ptr, u_ptr, z_ptr,
     next_norm_ptr, out_ptr, next_ptr, next_squares_ptr, T, M, together, norm_width, eps, rows_ptr, own_ptr,
@@ -256,7 +215,7 @@ def _linear_window(
     tl.constexpr, SCALED: tl.constexpr, HAS_U: tl.constexpr, HAS_Z: tl.constexpr, CONV: tl.constexpr, W:
     tl.constexpr, HAS_CONV_BIAS: tl.constexpr, NEXT: tl.constexpr, ROUNDED: tl.constexpr, PRECISION:
     tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, UNITS: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER == 0:
         start_next(PDL)
@@ -268,31 +227,23 @@ def _linear_window(
     place = t[None, :].to(tl.int64) * M + m[:, None]
     kind = x_ptr.dtype.element_ty
     # Weights and the states of earlier calls are loaded before the input is known.
-    if UNITS:
-        # The parts of the input are those of warps, each with its own sums.
-        part, inside = tl.arange(0, SPLIT), tl.arange(0, BLOCK_K)
-        along_w = (part * BLOCK_K)[:, None, None] + inside[None, None, :]
-        along_x = (part * BLOCK_K)[:, None, None] + inside[None, :, None]
-        w_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
-        gate_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
-        x_ptr += (t.to(tl.int64) * K)[None, None, :] + along_x
-        read, taken = real[None, :, None], used[None, None, :]
-        if AHEAD > 0:
-            w_0 = tl.load(w_ptr, mask=read & (along_w < K), other=0.0)
-            if GATE:
-                v_0 = tl.load(gate_ptr, mask=read & (along_w < K), other=0.0)
-        if AHEAD > 1:
-            second = read & (SPLIT * BLOCK_K + along_w < K)
-            w_1 = tl.load(w_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
-            if GATE:
-                v_1 = tl.load(gate_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
-    else:
-        along = tl.arange(0, BLOCK_K)
-        w_ptr += m[:, None].to(tl.int64) * K + along[None, :]
-        gate_ptr += m[:, None].to(tl.int64) * K + along[None, :]
-        w_0, w_1, w_2 = _slab(w_ptr, along, real, K, BLOCK_K)
+    # The parts of the input are those of warps, each with its own sums.
+    part, inside = tl.arange(0, SPLIT), tl.arange(0, BLOCK_K)
+    along_w = (part * BLOCK_K)[:, None, None] + inside[None, None, :]
+    along_x = (part * BLOCK_K)[:, None, None] + inside[None, :, None]
+    w_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
+    gate_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
+    x_ptr += (t.to(tl.int64) * K)[None, None, :] + along_x
+    read, taken = real[None, :, None], used[None, None, :]
+    if AHEAD > 0:
+        w_0 = tl.load(w_ptr, mask=read & (along_w < K), other=0.0)
         if GATE:
-            v_0, v_1, v_2 = _slab(gate_ptr, along, real, K, BLOCK_K)
+            v_0 = tl.load(gate_ptr, mask=read & (along_w < K), other=0.0)
+    if AHEAD > 1:
+        second = read & (SPLIT * BLOCK_K + along_w < K)
+        w_1 = tl.load(w_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
+        if GATE:
+            v_1 = tl.load(gate_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
     if CONV:
         channel = m - inner
         convolved = real & (channel >= 0) & (channel < C)
@@ -315,9 +266,9 @@ def _linear_window(
     wait_for_previous(PDL)
     if TRIGGER == 1:
         start_next(PDL)
-    if UNITS and AHEAD > 0:
+    if AHEAD > 0:
         x_0 = tl.load(x_ptr, mask=taken & (along_x < K), other=0.0)
-    if UNITS and AHEAD > 1:
+    if AHEAD > 1:
         x_1 = tl.load(x_ptr + SPLIT * BLOCK_K, mask=taken & (SPLIT * BLOCK_K + along_x < K), other=0.0)
     # What follows the product is loaded before it, which hides its latency.
     added = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
@@ -329,42 +280,28 @@ def _linear_window(
         piece = tl.arange(0, BLOCK_X)
         mask = used[:, None] & (piece < PARTS)[None, :]
         squares = tl.load(squares_ptr + t[:, None] * PARTS + piece[None, :], mask=mask, other=0.0)
-    if UNITS:
-        total = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
-        gate = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
-        for first in tl.range(AHEAD * SPLIT * BLOCK_K, K, SPLIT * BLOCK_K, num_stages=STAGES):
-            x = tl.load(x_ptr + first, mask=taken & (first + along_x < K), other=0.0)
-            w = tl.load(w_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
-            total = tl.dot(w, x, total, input_precision=PRECISION)
-            if GATE:
-                v = tl.load(gate_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
-                gate = tl.dot(v, x, gate, input_precision=PRECISION)
-        if TRIGGER == 2:
-            start_next(PDL)
-        if AHEAD > 0:
-            total = tl.dot(w_0.to(x_0.dtype), x_0, total, input_precision=PRECISION)
-            if GATE:
-                gate = tl.dot(v_0.to(x_0.dtype), x_0, gate, input_precision=PRECISION)
-        if AHEAD > 1:
-            total = tl.dot(w_1.to(x_1.dtype), x_1, total, input_precision=PRECISION)
-            if GATE:
-                gate = tl.dot(v_1.to(x_1.dtype), x_1, gate, input_precision=PRECISION)
-        y = tl.sum(total, axis=0)
+    total = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
+    gate = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
+    for first in tl.range(AHEAD * SPLIT * BLOCK_K, K, SPLIT * BLOCK_K, num_stages=STAGES):
+        x = tl.load(x_ptr + first, mask=taken & (first + along_x < K), other=0.0)
+        w = tl.load(w_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
+        total = tl.dot(w, x, total, input_precision=PRECISION)
         if GATE:
-            g = tl.sum(gate, axis=0)
-    else:
-        if TRIGGER == 2:
-            start_next(PDL)
-        y = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
-        g = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
-        for token in tl.static_range(BLOCK_T):
-            number_t = tl.program_id(1) * together + token
-            x_0, x_1, x_2 = _token(x_ptr + number_t.to(tl.int64) * K, along, number_t < T, K, BLOCK_K)
-            value = tl.sum(_products(w_0, w_1, w_2, x_0, x_1, x_2, K, BLOCK_K), axis=1)
-            y = tl.where((column == token)[None, :], value[:, None], y)
-            if GATE:
-                value = tl.sum(_products(v_0, v_1, v_2, x_0, x_1, x_2, K, BLOCK_K), axis=1)
-                g = tl.where((column == token)[None, :], value[:, None], g)
+            v = tl.load(gate_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
+            gate = tl.dot(v, x, gate, input_precision=PRECISION)
+    if TRIGGER == 2:
+        start_next(PDL)
+    if AHEAD > 0:
+        total = tl.dot(w_0.to(x_0.dtype), x_0, total, input_precision=PRECISION)
+        if GATE:
+            gate = tl.dot(v_0.to(x_0.dtype), x_0, gate, input_precision=PRECISION)
+    if AHEAD > 1:
+        total = tl.dot(w_1.to(x_1.dtype), x_1, total, input_precision=PRECISION)
+        if GATE:
+            gate = tl.dot(v_1.to(x_1.dtype), x_1, gate, input_precision=PRECISION)
+    y = tl.sum(total, axis=0)
+    if GATE:
+        g = tl.sum(gate, axis=0)
     if SCALED:
         y *= tl.load(scales_ptr + m, mask=real, other=0.0)[:, None]
     if PARTS > 0:
