@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from gpu_training import Steps
-from gpu_works import WORKS
+from gpu_workloads import WORKS
 from on_device import device, keep, model_of, parser, seconds, synchronize
 from report import machine, write
 from torch.profiler import DeviceType

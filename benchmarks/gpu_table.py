@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpu_works import WORKS
+from gpu_workloads import WORKS
 
 BEGIN, END = "<!-- benchmarks/gpu.py --quote -->\n\n", "\n<!-- end of quote -->\n"
 Row = dict[str, Any]

@@ -26,7 +26,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpu_works import WORKS
+from gpu_workloads import WORKS
 from on_device import device, keep, parser, smaller
 from report import machine, write
 

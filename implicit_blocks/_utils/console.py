@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None, *, script: str = SCRIPT) -> int
 
 def _run(name: str, arguments: list[str], script: str) -> int:
     """Import the program of a command and run it."""
-    from implicit_blocks._utils.own_parts import load_own
+    from implicit_blocks._utils.own_packages import load_own
     from implicit_blocks._utils.programs import started_as
 
     names = {f"python -m {module}": f"{script} {command}" for command, (module, _, _) in TRAINER.items()}

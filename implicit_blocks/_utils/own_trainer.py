@@ -5,7 +5,7 @@ A server of processes starts in the working directory and preloads this module f
 
 import warnings
 
-from implicit_blocks._utils.own_parts import load_own
+from implicit_blocks._utils.own_packages import load_own
 
 with warnings.catch_warnings():
     warnings.simplefilter(

@@ -28,7 +28,7 @@ import pluggy
 from pydantic import BaseModel
 
 from implicit_blocks._utils.hints import did_you_mean
-from implicit_blocks._utils.own_parts import load_own
+from implicit_blocks._utils.own_packages import load_own
 from implicit_blocks.registry import hooks as hookspecs
 from implicit_blocks.registry.api_version import check_api_version, stated_api_version
 from implicit_blocks.registry.hooks import GROUP, Builder

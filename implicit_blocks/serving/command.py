@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from implicit_blocks._utils.arguments import add_model_arguments, optional_packages
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.serving.options import KEY_VARIABLE, ServerOptions
 
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client")

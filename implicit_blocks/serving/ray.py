@@ -20,7 +20,7 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 from implicit_blocks._utils.devices import choose_device
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.serving.options import KEY_VARIABLE, ServerOptions
 
 try:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from implicit_blocks import registry
 from implicit_blocks._utils.hints import did_you_mean
-from implicit_blocks._utils.own_parts import ROOT
+from implicit_blocks._utils.own_packages import ROOT
 from implicit_blocks.checkpoints.find import SPEC
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import format_error

@@ -42,7 +42,7 @@ def module(name, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    for name in ("gpu_card", "gpu_works", "gpu_table"):
+    for name in ("gpu_card", "gpu_workloads", "gpu_table"):
         module(name, monkeypatch)
     loaded = module("gpu", monkeypatch)
     for name, text in SCRIPTS.items():

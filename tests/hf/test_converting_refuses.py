@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.checkpoints.folder import whole_folder
 from implicit_blocks.hf import published
 

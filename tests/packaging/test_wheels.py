@@ -72,7 +72,7 @@ def test_a_wheel_installed_in_a_new_environment_works(archives: list[Path], tmp_
     assert shown.startswith("word_problem_s3 · implicit_lm")
     shown = run(binaries / "implicit-blocks", "train", "--spec", "llama_130m", "--dry-run", cwd=elsewhere)
     assert shown.startswith("llama_130m (implicit_lm)")
-    code = "from implicit_blocks._utils import own_parts as o; print(o.ROOT, o.install_extra('hf'))"
+    code = "from implicit_blocks._utils import own_packages as o; print(o.ROOT, o.install_extra('hf'))"
     place, command = run(binaries / "python", "-c", code, cwd=elsewhere / "..").split(" ", 1)
     assert Path(place) == site
     assert command.startswith("pip install 'transformers>=")

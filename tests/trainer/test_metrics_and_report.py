@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from trainer.reporting import metrics
 from trainer.reporting.display import PlainDisplay, RichDisplay, counted, duration, magnitude
 from trainer.reporting.metrics import MetricsFile, json_value, read_metrics, rounded

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from implicit_blocks.__main__ import main as library
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.specs import SpecError, load_spec
 from trainer.cli.train import main
 from trainer.data.tokenizing.command import main as tokenize

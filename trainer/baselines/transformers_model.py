@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks._utils.hints import nearest
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.checkpoints.folder import read_config
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.outputs import LMOutput

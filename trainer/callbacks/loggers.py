@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.iteration_map import IterationMap

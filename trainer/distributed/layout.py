@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.models.dividing import divide_model
 from implicit_blocks.models.parts import ModelParts
 from implicit_blocks.models.stack import Stack
+from implicit_blocks.models.tensor_parallel import divide_model
 from implicit_blocks.search.agreement import DividedRows, RankAgreement, fixed_budget
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO

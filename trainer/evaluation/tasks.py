@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from implicit_blocks import registry
 from implicit_blocks._utils.hints import did_you_mean
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec, HarnessTaskSpec
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks._utils.programs import CommandParser
 from implicit_blocks.checkpoints.find import read_json
 from trainer.cli.exit_codes import refuse

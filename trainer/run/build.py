@@ -14,7 +14,7 @@ from torch import nn
 
 from implicit_blocks import registry
 from implicit_blocks._utils.devices import choose_device, device_name
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.checkpoints.find import list_checkpoints
 from implicit_blocks.specs import load_spec
 from trainer.callbacks import CallbackContext, CallbackDispatcher

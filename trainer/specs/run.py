@@ -34,10 +34,10 @@ from trainer.specs.data import (
     StreamSpec,
     TokensSpec,
 )
-from trainer.specs.divided import check_divided
 from trainer.specs.generated import MazeSpec, StateTrackingSpec, SudokuSpec
 from trainer.specs.groups import WordProblemSpec
 from trainer.specs.optimizers import AdamWSpec, MuonSpec, OptimizerSpec, TorchOptimizerSpec
+from trainer.specs.parallel_checks import check_divided
 from trainer.specs.training import (
     ConstantSpec,
     CosineSpec,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from implicit_blocks._utils.hints import without_torch
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks._utils.programs import CommandParser
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.cli.exit_codes import INTERRUPTED, NOT_FINITE, REFUSED, TO_BE_RESUMED, refuse

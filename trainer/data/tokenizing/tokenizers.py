@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.checkpoints.find import TOKENIZER
 from implicit_blocks.checkpoints.tokenizer_names import tokenizer_path
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from implicit_blocks._utils import own_parts
+from implicit_blocks._utils import own_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ def test_an_imported_module_that_shadows_a_package_is_named(tmp_path: Path) -> N
 
 
 def test_install_extra_names_the_clone() -> None:
-    words = shlex.split(own_parts.install_extra("hf"))
+    words = shlex.split(own_packages.install_extra("hf"))
     assert words == ["pip", "install", "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[hf]"]
     assert Path(words[3]).is_file()
     assert (Path(words[5].removesuffix("[hf]")) / "pyproject.toml").is_file()
@@ -68,8 +68,8 @@ def test_install_extra_names_the_clone() -> None:
 def test_install_extra_names_the_packages_of_an_installed_wheel(
     extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_parts, "ROOT", tmp_path)
-    words = shlex.split(own_parts.install_extra(extra))
+    monkeypatch.setattr(own_packages, "ROOT", tmp_path)
+    words = shlex.split(own_packages.install_extra(extra))
     assert words[:2] == ["pip", "install"]
     named = {str(Requirement(word)) for word in words[2:]}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -84,9 +84,9 @@ def test_install_extra_names_a_clone_if_nothing_is_installed(
     def missing(name: str) -> list[str]:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(own_parts, "ROOT", tmp_path)
+    monkeypatch.setattr(own_packages, "ROOT", tmp_path)
     monkeypatch.setattr(metadata, "requires", missing)
-    assert "clone of the repository" in own_parts.install_extra("hf")
+    assert "clone of the repository" in own_packages.install_extra("hf")
 
 
 def test_no_message_suggests_an_installation_from_a_package_index() -> None:
