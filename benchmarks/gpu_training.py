@@ -2,16 +2,17 @@
 
     python benchmarks/gpu_training.py [--works llama_130m_bounded …] [--compile] [--graphs] [--as-published]
 
-A *work* is a zoo model with a batch (see ``gpu_workloads.py``): the shapes at which the published
-implementation was timed on an H100. Synthetic tokens; bfloat16 autocast, float32 master weights, fused AdamW.
-The time is that of whole steps (forward, backward, clipping, optimizer): the median of ``--steps`` after
-warm-up, by CUDA events, each waited for; ``running_tokens_per_second`` is the rate of as many steps without a
-pause, as in training, where the host prepares a step while the GPU works on the one before. Model FLOPs are
-computed by ``implicit_blocks.models.counting`` from the iterations taken. ``--search-dtypes`` chooses
-searches in 8-bit floats. ``--as-published`` takes the iterations of the published implementation, regardless
-of the residual. A row also contains the number of graph breaks of the compiler (``graph_breaks``), the number
-of implicit synchronizations per step (``waits``, by ``torch.cuda.set_sync_debug_mode``), and the duration of
-building, compiling and warm-up (``ready_s``). """
+A *work* is a zoo model with a batch (``gpu_workloads.py``): the shapes at which the published implementation
+was timed on an H100. Synthetic tokens; bfloat16 autocast, float32 master weights, fused AdamW. The time is
+that of whole steps (forward, backward, clipping, optimizer): the median of ``--steps`` after warm-up, by CUDA
+events, each waited for; ``running_tokens_per_second`` is the rate of as many steps without a pause, as in
+training, where the host prepares a step while the GPU works on the one before. Model FLOPs are computed by
+``implicit_blocks.models.counting`` from the iterations taken. ``--search-dtypes`` chooses searches in 8-bit
+floats. ``--as-published`` takes the iterations of the published implementation, regardless of the residual. A
+row also contains the number of graph breaks of the compiler (``graph_breaks``), the number of implicit
+synchronizations per step (``waits``, by ``torch.cuda.set_sync_debug_mode``), and the duration of building,
+compiling and warm-up (``ready_s``).
+"""
 
 from __future__ import annotations
 
