@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from implicit_blocks._utils.hints import did_you_mean
-from implicit_blocks._utils.own_parts import install_extra
+from implicit_blocks._utils.own_packages import install_extra
 from implicit_blocks.serving.errors import ApiError, shown
 from implicit_blocks.serving.jobs import Choice
 
