@@ -181,7 +181,8 @@ def test_a_full_queue_a_deadline_and_a_stuck_decoder_are_reported(model, start_t
     assert [future.result().status for future in waiting] == [504] * 2
     slow.open.set()
     assert server.idle()
-    assert wait_for(lambda: server.request("GET", "/health").status == 200)
+    assert wait_for(lambda: metric(server, "cancelled_total") == 2)
+    assert server.request("GET", "/health").status == 200
     assert server.complete("Hello", max_tokens=3).status == 200
 
 
