@@ -49,11 +49,11 @@ def loss_and_gradients(model, ids, **options):
     return out.loss.detach(), grads, out.solution.iterations
 
 
-@pytest.mark.parametrize("start", ["zeros", "embedding"])
-def test_training_with_an_injection_table_equals_training_without(tables, monkeypatch, start):
+@pytest.mark.parametrize("changes", [{}, {"z_init": "embedding"}, {"window_length": 8}], ids=str)
+def test_training_with_an_injection_table_equals_training_without(tables, monkeypatch, changes):
     ids = torch.randint(7, (6, 20))
     ids[1:, 5:] = ids[1:, :1]  # rows of unequal difficulty leave the batch at different times
-    model = built(z_init=start)
+    model = built(**changes)
     by_row = loss_and_gradients(model, ids)
     assert [f.by_row for f in tables] == [True]
     assert tables[0].u_BLU.shape == (model.spec.padded_vocab_size, model.backbone.injection_width)
