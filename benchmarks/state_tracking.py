@@ -1,14 +1,14 @@
-"""Ten state-tracking tasks with implicit models and four explicit models of their size, tuned alike.
+"""Ten state-tracking tasks with implicit models and five explicit models of their size, tuned alike.
 
-    python benchmarks/state_tracking.py [--tasks parity dyck] [--models implicit-mamba2 implicit-rwkv7 mamba2
+    python benchmarks/state_tracking.py [--tasks parity dyck] [--models implicit-hybrid hybrid mamba2
         attention gated-deltanet rwkv7] [--learning-rates 1e-3 3e-3] [--seeds 0] [--minutes 5]
         [--spec state_tracking] [path.to.key=value …]
     python benchmarks/state_tracking.py --table
 
 All models have the width of the spec, see the same sequences in the same order, and have the same learning
-rates to choose from. ``implicit-mamba2`` is the model of the spec. The others, ``implicit-rwkv7`` with its
-solver included, have as many layers as come closest to its parameters; ``implicit-hybrid`` has Mamba2 and
-RWKV-7 side by side in each layer.
+rates to choose from. ``implicit-mamba2`` is the model of the spec. ``implicit-hybrid`` has Mamba2 and RWKV-7
+side by side in its layer, ``hybrid`` is its explicit twin. The others, ``implicit-rwkv7`` with the solver of
+the spec included, have as many layers as come closest to the parameters of the hybrid.
 Every combination is a run in ``--runs``; runs that are finished are read, so that a repeated command
 continues, and several processes may share the folder with different tasks. The results contain every run;
 the table has the best learning rate of each model by its accuracy at the training length. ``gated-deltanet``
@@ -41,28 +41,27 @@ from trainer.specs.run import RunSpec
 
 TASKS = get_args(StateTrackingTask)
 IMPLICIT = ("implicit-mamba2", "implicit-rwkv7", "implicit-hybrid")
-MODELS = (*IMPLICIT, "mamba2", "attention", "gated-deltanet", "rwkv7")
+EXPLICIT = ("hybrid", "mamba2", "attention", "gated-deltanet", "rwkv7")
+MODELS = (*IMPLICIT, *EXPLICIT)
+SIZE_OF = "implicit-hybrid"
+"""The model whose number of parameters the others have, as nearly as whole layers allow."""
 KEPT = ("length", "accuracy", "accuracy_last", "sequence_accuracy", "iterations", "iterations_max",
         "residual_max", "non_converged")  # fmt: skip
 MOST_LAYERS = 8
 
 
 def mixer_of(model: str, width: int) -> dict[str, Any]:
-    """Return the mixer of an explicit model, or of an implicit one other than that of the spec."""
+    """Return the mixer of a model.
+
+    Explicit models keep the state themselves, so Mamba2 has its usual, slow decay there.
+    """
     heads = max(1, width // 32)
     rwkv7: dict[str, Any] = {
         "kind": "rwkv7", "n_heads": heads, "head_dim": 32, "decay_rank": 16, "rate_rank": 16,
         "gate_rank": 32, "negative_eigenvalues": True,
     }  # fmt: skip
-    fast = {
-        "kind": "mamba2",
-        "d_state": 32,
-        "expand": 1,
-        "head_dim": 32,
-        "dt_min": 0.1,
-        "dt_max": 0.5,
-        "a_max": 4,
-    }
+    small = {"kind": "mamba2", "d_state": 32, "expand": 1, "head_dim": 32}
+    fast = {**small, "dt_min": 0.1, "dt_max": 0.5, "a_max": 4}
     mixers: dict[str, dict[str, Any]] = {
         "mamba2": {"kind": "mamba2", "d_state": 64, "expand": 2, "head_dim": 32},
         "attention": {"kind": "attention", "n_heads": heads},
@@ -71,7 +70,9 @@ def mixer_of(model: str, width: int) -> dict[str, Any]:
             "negative_eigenvalues": True, "chunk_size": 32,
         },
         "rwkv7": rwkv7,
-        "hybrid": {"kind": "hybrid", "mixers": [fast, rwkv7]},
+        "implicit-rwkv7": rwkv7,
+        "implicit-hybrid": {"kind": "hybrid", "mixers": [fast, rwkv7]},
+        "hybrid": {"kind": "hybrid", "mixers": [small, rwkv7]},
     }  # fmt: skip
     return mixers[model]
 
@@ -90,13 +91,15 @@ def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: l
     if model == "implicit-mamba2":
         return implicit
     width = implicit.model.d_model  # type: ignore[attr-defined]  # of a language model
-    target = parameters(implicit)
+    # The spec with another mixer, which has its own sizes.
+    kept = [text for text in changes if not text.startswith("model.mixer")]
+    hybrid = _validated(apply_overrides(_mixed(tree, SIZE_OF, width), kept), base)
+    if model == SIZE_OF:
+        return hybrid
+    target = parameters(hybrid)
     if model in IMPLICIT:
-        # The spec with another mixer, which has its own sizes.
-        changes = [text for text in changes if not text.startswith("model.mixer")]
-        mixer = {"model": {"mixer": mixer_of(model.removeprefix("implicit-"), width)}}
-        return _closest(base, Section(merge(tree, mixer)), changes, target)
-    # Explicit models keep the state themselves, so Mamba2 has its usual, slow decay; they do not search.
+        return _closest(base, _mixed(tree, model, width), kept, target)
+    # Explicit models do not search.
     changes = [text for text in changes if not text.startswith(("model.", "phases."))]
     mlp = {"mlp": {"kind": "swiglu", "d_ff": 2 * width}} if model == "attention" else {}
     own = {
@@ -105,6 +108,11 @@ def spec_of(base: str, task: str, model: str, rate: float, seed: int, changes: l
     }  # fmt: skip
     phases = [Section({k: v for k, v in phase.items() if k != "model"}) for phase in tree.get("phases", [])]
     return _closest(base, Section({**tree, "model": Section(own), "phases": phases}), changes, target)
+
+
+def _mixed(tree: Section, model: str, width: int) -> Section:
+    """Return the run with the mixer of an implicit model."""
+    return Section(merge(tree, {"model": {"mixer": mixer_of(model, width)}}))
 
 
 def _closest(base: str, tree: Section, changes: list[str], target: int) -> RunSpec:
@@ -184,7 +192,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy at the longest test: what iteration adds to models of one size."""
     from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure
 
-    colors = dict(zip(MODELS, (BLUE, "#c53030", "#6b46c1", ORANGE, GREY, GREEN, DARK), strict=True))
+    shades = (BLUE, "#c53030", "#6b46c1", "#b794f4", ORANGE, GREY, GREEN, DARK)
+    colors = dict(zip(MODELS, shades, strict=True))
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
     width = 0.8 / len(models)
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
@@ -216,7 +225,8 @@ def options_of(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--spec", default="state_tracking")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="MODEL")
+    default = [SIZE_OF, *EXPLICIT]
+    parser.add_argument("--models", nargs="+", default=default, choices=MODELS, metavar="MODEL")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="limit of each run (10)")

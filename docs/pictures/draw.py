@@ -279,6 +279,36 @@ def draw_catbabi() -> None:
     write_picture(draw(written), FOLDER.parent / "images" / "catbabi.png")
 
 
+def draw_test_time_compute() -> None:
+    """Draw the solved share of Sudokus and mazes against iterations, a line per number of starts."""
+    from trainer.reporting.pictures import finish, lengths_axis
+
+    maze = read_results("maze_30x30")["runs"][0]["rows"]
+    wanted = {"side": 30, "shortest": 60, "precision": "float32", "damping": 1}
+    of_maze: dict[int, dict[str, float]] = {}
+    for row in maze:
+        if wanted.items() <= row.items():
+            shares = {**row["solved"], **({"any": row["any"]} if "8" in row["solved"] else {})}
+            of_maze.setdefault(row["max_iterations"], {}).update(shares)
+    of_sudoku = {
+        row["max_iterations"]: {**row["solved"], "any": row["solved_by_any"]}
+        for row in read_results("sudoku_9x9")["restarts"]["rows"]
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(9.6, 3.8), sharey=True)
+    labels = {"1": "one start", "2": "surest of 2", "4": "surest of 4", "8": "surest of 8", "any": "any of 8"}
+    titles = ("Sudoku of order 9, noisy starts", "mazes of 30 by 30, symmetric variants")
+    for axes, title, found in zip(panels, titles, (of_sudoku, of_maze), strict=True):
+        for shade, (name, label) in zip((1.0, 0.4, 0.6, 1.0, 1.0), labels.items(), strict=True):
+            points = [(most, 100 * found[most][name]) for most in sorted(found) if name in found[most]]
+            color = BLUE if name == "1" else GREY if name == "any" else ORANGE
+            style = "--" if name == "any" else "o-"
+            axes.plot(*zip(*points, strict=True), style, color=color, alpha=shade, label=label, ms=4)
+        lengths_axis(axes, sorted(found))
+        finish(axes, title=title, x="maximum number of iterations", y="solved boards (%)")
+    panels[0].legend(frameon=False, fontsize=9, loc="lower right")
+    save(figure, "test_time_compute")
+
+
 def main() -> None:
     """Draw all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -289,6 +319,7 @@ def main() -> None:
     draw_curriculum()
     draw_word_problem_layers()
     draw_catbabi()
+    draw_test_time_compute()
     if options.run is not None:
         draw_modes(options.run)
 

@@ -222,6 +222,23 @@ def test_word_problems_table_of_s5_at_length_128() -> None:
         ]
 
 
+def test_word_problems_table_of_s5_in_windows() -> None:
+    rows = results("word_problem_long")["s5_long"]["rows"]
+    for row, cells in zip(rows, table("word-problems", "seed | steps | accuracy at"), strict=True):
+        phases = {phase["name"]: phase for phase in row["phases"]}
+        tests = {(test["identity_probability"], test["length"]): test for test in row["tests"]}
+        assert cells == [
+            str(row["seed"]),
+            str(row["steps"]),
+            *(
+                percent(phases[name]["accuracy_at_the_end"], digits=2)
+                for name in ("stable", "of 64", "of 128")
+            ),
+            percent(max(phases[name]["non_converged"] for name in ("of 64", "of 128"))),
+            *(percent(tests[p, 512]["accuracy_last"], digits=2) if tests else "" for p in (0.5, 0.0)),
+        ]
+
+
 def test_word_problems_table_of_explicit_models() -> None:
     """Each row is a chain of three recipes in one run of the benchmark."""
     chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
@@ -247,6 +264,32 @@ def test_word_problems_table_of_explicit_models() -> None:
                 chain["word_problem_a5_mixed"]["p0.9 L128"],
                 *(last[at] for at in ("p0.9 L256", "p0.5 L256", "p0.9 L1024", "p0.5 L1024")),
             )
+        ]
+
+
+def test_catbabi_tables_of_longer_rows() -> None:
+    found = results("catbabi")["longer_rows"]
+    tests = {(row["seed"], row["length"]): row for row in found["test"]}
+    for seed, *cells in table("catbabi", "seed | steps | rows of 200"):
+        short, long = tests[int(seed), 200], tests[int(seed), 1600]
+        searches = short["search"], long["search"]
+        assert cells == [
+            str(short["steps"]),
+            percent(short["accuracy"], digits=2),
+            percent(long["accuracy"]),
+            ", ".join(f"{search['iterations']:.1f}" for search in searches),
+            ", ".join(percent(search["converged"]) for search in searches),
+            percent(short["training_free_phase"]["non_converged"]),
+        ]
+    rates = {(row["learning_rate"], row["model"]): row for row in found["validation"] if row["length"] == 200}
+    for rate, *cells in table("catbabi", "learning rate | steps, implicit"):
+        implicit, explicit = (rates[float(rate), f"{kind}-1"] for kind in ("implicit", "explicit"))
+        shares = percent(implicit["accuracy"]), percent(implicit["search"]["converged"])
+        assert cells == [
+            str(implicit["steps"]),
+            *shares,
+            str(explicit["steps"]),
+            percent(explicit["accuracy"]),
         ]
 
 
