@@ -65,6 +65,9 @@ def test_padding_on_cuda_does_not_change_a_board():
 # Inductor recommends TF32, which a comparison with eager execution excludes.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # while torch imports Inductor
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # while Dynamo traces
 def test_captured_and_compiled_steps_equal_eager_steps_on_boards_of_several_sizes():
     eager = built().cuda()
     models = [copy.deepcopy(eager) for _ in range(2)]
