@@ -23,7 +23,7 @@ from trainer.run.build import build
 from trainer.specs.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-D_MODEL, STEPS, FEW_STEPS = 16, 20, 12  # the few steps are those of the fast suite
+D_MODEL, STEPS, FEW_STEPS = 16, 20, 16  # the few steps are those of the fast suite
 
 # Settings that kinds require, or that make them small.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
