@@ -28,6 +28,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,12 @@ class Stub:
         return self.submitted - 1
 
     def cancel(self, number: int) -> bool:
-        raise NotImplementedError
+        found = next((text for text in (*self.texts, *self.waiting) if text and text.number == number), None)
+        if found is None:
+            return False
+        self.texts = [None if text is found else text for text in self.texts]
+        self.waiting = deque(text for text in self.waiting if text is not found)
+        return True
 
     def step(self) -> list[NewToken]:
         entering = []
@@ -199,9 +205,11 @@ def compare(
     options = ServerOptions(
         port=0, max_batch_size=clients, max_seq_len=PROMPT + longest, max_queue=4 * clients
     )
-    make: Any = None if stub is None else lambda: Stub(clients, stub)
-    host = Host("model", model, Numbers(), options, make_decoder=make)
-    decoder = host.new_decoder() if make is None else make()
+    make_stub: Any = (
+        None if stub is None else partial(Stub, clients, stub)
+    )  # not one of the library's decoders
+    host = Host("model", model, Numbers(), options, make_decoder=make_stub)
+    decoder = host.new_decoder() if make_stub is None else make_stub()
     pairs = []
     with served(host) as (port, front):
         short = [text._replace(tokens=-(-text.tokens // 8)) for text in texts]

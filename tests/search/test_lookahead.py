@@ -59,12 +59,18 @@ def test_a_call_in_vain_changes_no_result(scope, solver):
     assert scope == "sequence" or len(calls) < len(more_calls)  # tokens see those that are done
 
 
-def test_a_call_of_all_rows_is_used_although_one_is_done():
-    rate = torch.tensor([0.1, 0.8, 0.8, 0.9], dtype=torch.float64).view(4, 1)
-    find = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-5, max_iterations=20))
+def with_and_without(rate, *, max_iterations):
+    """Return two maps with equal values and their solutions, the second with every call launched ahead."""
+    find = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-5, max_iterations=max_iterations))
     f, early = (Contraction(rate, torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
     expected = find(f, torch.zeros(4, 3, dtype=torch.float64))
     found = replace(find, lookahead=always)(early, torch.zeros(4, 3, dtype=torch.float64))
+    return f, early, expected, found
+
+
+def test_a_call_of_all_rows_is_used_although_one_is_done():
+    rate = torch.tensor([0.1, 0.8, 0.8, 0.9], dtype=torch.float64).view(4, 1)
+    f, early, expected, found = with_and_without(rate, max_iterations=20)
     assert early.calls == f.calls == [4] * 20
     assert torch.equal(found.z, expected.z)
     assert torch.equal(found.iterations, expected.iterations)
@@ -73,10 +79,7 @@ def test_a_call_of_all_rows_is_used_although_one_is_done():
 
 def test_a_call_of_all_rows_serves_those_that_stay_when_half_leave():
     rate = torch.tensor([0.1, 0.1, 0.1, 0.9], dtype=torch.float64).view(4, 1)
-    find = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-5, max_iterations=200))
-    f, early = (Contraction(rate, torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
-    expected = find(f, torch.zeros(4, 3, dtype=torch.float64))
-    found = replace(find, lookahead=always)(early, torch.zeros(4, 3, dtype=torch.float64))
+    f, early, expected, found = with_and_without(rate, max_iterations=200)
     assert f.calls[-1] == 1
     assert early.calls.count(4) == f.calls.count(4) + 1
     assert len(early.calls) == len(f.calls) + 1  # at the end

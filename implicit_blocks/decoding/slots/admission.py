@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LONGEST = 8.0
-"""Texts wait for at most so many times the time that prompts take."""
+"""The longest wait of a text, as a multiple of the mean time that prompts take."""
 
 
 class Admission:

@@ -29,10 +29,12 @@ from implicit_blocks.windows import SequenceState
 
 TOGETHER = 8192
 """The maximum number of tokens of prompts that are solved together."""
-CAPTURED, SHORTEST = 2048, 16
-"""Prompts are captured with at most so many tokens together, padding included, and padded to this length."""
+CAPTURED = 2048
+"""The maximum number of tokens of prompts that a graph solves together, padding included."""
+SHORTEST = 16
+"""The minimum length to which captured prompts are padded."""
 SHAPES = 36
-"""The number of their shapes: rows and lengths are powers of two."""
+"""The number of shapes of captured prompts: rows and lengths are powers of two."""
 
 Entering = Sequence[tuple[int, Text]]
 """Slots, and the texts that enter them."""
