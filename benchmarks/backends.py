@@ -255,6 +255,10 @@ def main() -> None:
             row |= measure(case, work, backend, rounds=options.rounds)
             rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
             print(line(row), flush=True)
+            keep(rows, options)  # after each row, so that a killed process keeps its results
+
+
+def keep(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     result = {"machine": machine(), "arguments": {"rounds": options.rounds}, "backends": rows}
     if options.json is None:
         write("backends", result)

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of tokens")
     parser.add_argument("--prompts", type=int, default=100, help="number of texts that are compared")
     parser.add_argument("--timed", type=int, default=8, help="number of texts that are timed one by one")
+    parser.add_argument("--times-only", action="store_true", help="compare no texts")
     parser.add_argument("--context", type=int, default=64, help="prompt length in tokens")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens per text")
     parser.add_argument("--tolerances", nargs="+", type=float, default=[1e-2, 1e-3])
@@ -114,43 +115,60 @@ def tokens_of(data: Path | None, vocabulary: int, arguments: argparse.Namespace)
 def measure(
     model: Any, prompts: list[list[int]], tolerance: float, temperature: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    texts = {}
-    tight = decoder_of(model, arguments.rows, 1, None, tolerance / 100, arguments)
-    numbers = list(range(len(prompts)))
-    exact = decoded(tight, prompts, numbers, temperature, arguments)
-    modes = [
-        name
+    modes = {
+        name: (int(name.split()[1]) if mode == "wavefront" else 1, torch.int8 if mode == "int8" else None)
         for mode in dict.fromkeys(("sequential", *arguments.modes))
         for name in ([f"{mode} {count}" for count in arguments.in_flight] if mode == "wavefront" else [mode])
-    ]
-    for mode in modes:
-        in_flight = int(mode.split()[1]) if mode.startswith("wavefront") else 1
-        search_dtype = torch.int8 if mode == "int8" else None
-        decoder = decoder_of(model, 1, in_flight, search_dtype, tolerance, arguments)
-        decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
-        before, timed = decoder.calls, prompts[: arguments.timed]
-        seconds = sum(
-            seconds_of(decoder, prompt, seed, temperature, arguments) for seed, prompt in enumerate(timed)
-        )
-        tokens, statistics = len(timed) * (arguments.tokens - 1), decoder.statistics
+    }
+    found = timed_alone(model, modes, prompts[: arguments.timed], tolerance, temperature, arguments)
+    if arguments.times_only:
+        return found
+    numbers, texts = list(range(len(prompts))), {}
+    tight = decoder_of(model, arguments.rows, 1, None, tolerance / 100, arguments)
+    exact = decoded(tight, prompts, numbers, temperature, arguments)
+    for mode, (in_flight, search_dtype) in modes.items():
         rows = 1 if mode == "int8" else arguments.rows  # kernels for 8 bits serve one or two rows
         together = decoder_of(model, rows, in_flight, search_dtype, tolerance, arguments)
         texts[mode] = decoded(together, prompts, numbers, temperature, arguments)
-        found[mode] = {
-            "calls_per_token": round((decoder.calls - before) / tokens, 2),
-            "tokens_per_second": round(tokens / seconds, 1),
-            "tokens_in_flight": round(statistics.tokens_in_flight, 2),
-            "restarts_per_token": round(statistics.restarts / (tokens + arguments.tokens - 1), 2),
+        found[mode] |= {
             "converged": round(_share(texts[mode]), 4),
             "logits_error": error_of(texts[mode], exact),
         }
-        if decoder.quantized is not None:
-            found[mode]["calls_in_8_bits"] = round(decoder.quantized.calls / decoder.calls, 2)
         if mode != "sequential":
             found[mode]["equal_texts"], found[mode]["parted"] = compare(
                 texts["sequential"], texts[mode], temperature
             )
+    return found
+
+
+def timed_alone(
+    model: Any,
+    modes: dict[str, tuple[int, torch.dtype | None]],
+    prompts: list[list[int]],
+    tolerance: float,
+    temperature: float,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    """Time the texts one by one, each in every mode before the next."""
+    decoders = {mode: decoder_of(model, 1, *how, tolerance, arguments) for mode, how in modes.items()}
+    for decoder in decoders.values():
+        decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
+    before = {mode: decoder.calls for mode, decoder in decoders.items()}
+    seconds = dict.fromkeys(modes, 0.0)
+    for seed, prompt in enumerate(prompts):
+        for mode, decoder in decoders.items():
+            seconds[mode] += seconds_of(decoder, prompt, seed, temperature, arguments)
+    tokens, found = len(prompts) * (arguments.tokens - 1), {}
+    for mode, decoder in decoders.items():
+        statistics = decoder.statistics
+        found[mode] = {
+            "calls_per_token": round((decoder.calls - before[mode]) / tokens, 2),
+            "tokens_per_second": round(tokens / seconds[mode], 1),
+            "tokens_in_flight": round(statistics.tokens_in_flight, 2),
+            "restarts_per_token": round(statistics.restarts / (tokens + arguments.tokens - 1), 2),
+        }
+        if decoder.quantized is not None:
+            found[mode]["calls_in_8_bits"] = round(decoder.quantized.calls / decoder.calls, 2)
     return found
 
 
@@ -267,13 +285,21 @@ def compare(
 def table(rows: list[dict[str, Any]]) -> None:
     described = machine()
     print(f"\n{described.get('gpu', described['cpu'])}, torch {described['torch']}, {described['date']}")
-    titles = ("calls per token", "tokens/s", "in flight", "restarts", "converged", "logits error")
-    print(f"| model | tolerance | temperature | decoding | {' | '.join(titles)} | equal texts |")
+    titles = {
+        "calls_per_token": "calls per token",
+        "tokens_per_second": "tokens/s",
+        "tokens_in_flight": "in flight",
+        "restarts_per_token": "restarts",
+        "converged": "converged",
+        "logits_error": "logits error",
+        "equal_texts": "equal texts",
+    }
+    print(f"| model | tolerance | temperature | decoding | {' | '.join(titles.values())} |")
     print(f"| {' | '.join(['---'] * 11)} |")
     for row in rows:
         for mode in (name for name, found in row.items() if isinstance(found, dict)):
             cells = (row["model"], row["tolerance"], row["temperature"], mode)
-            numbers = (*list(row[mode].values())[:6], row[mode].get("equal_texts", ""))
+            numbers = (row[mode].get(title, "") for title in titles)
             print("| " + " | ".join(map(str, (*cells, *numbers))) + " |")
             for each in row[mode].get("parted", ()):
                 print(f"  differs: {each}")
