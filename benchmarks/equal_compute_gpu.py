@@ -30,9 +30,13 @@ FOUR: dict[str, Any] = {"layers": [0, 4, 0]}
 LOOPED: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3, **END}
 EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
 TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
+DEEP: dict[str, Any] = {"layers": [2, 4, 2], "loops": 3, **END}
 LATE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "loops_from": 0.5, **END}
 LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995]}
-MAMBA2: dict[str, Any] = {**LLAMA, "family": "mamba2", "petaflops": 0.82}
+MAMBA2: dict[str, Any] = {
+    "family": "mamba2", "petaflops": 0.82, "average": [0.995, 0.998, 0.999],
+}  # fmt: skip
+SHORT: list[float] = [0.99, 0.995, 0.998, 0.999]
 TINY: dict[str, Any] = {
     "petaflops": 2e-5, "learning_rate": 4e-3, "weight_decay": 1.5, "width": 64, "batch_size": 4, "length": 64,
     "precision": "float32",
@@ -40,28 +44,34 @@ TINY: dict[str, Any] = {
 
 
 def lists() -> dict[str, Runs]:
-    """Return lists by name: runs that docs/equal_compute.md calls not measured, and ``tiny``, for testing.
+    """Return lists by name: runs of docs/equal_compute.md, and ``tiny``, for testing.
 
-    The first two choose recipes, for `--chosen`; text of 1.48 M, 2.65 M, 2.65 M and 5.15 M tokens.
+    Those of one seed choose recipes, for `--chosen`. Their texts have half a token per parameter: 0.37 M
+    tokens for ``0.7m``, 0.95 M for ``2m``, 5.15 M for ``10m`` and 2.65 M for ``muon`` and ``longer``; that of
+    ``mamba2`` has a quarter, 1.48 M. FLOPs are in proportion to text and parameters; of the small models the
+    batches are smaller, so that they take as many steps.
     """
-    pair, looped = (FOUR, LOOPED), (EIGHT, TWICE, {**TWICE, **END}, LATE)
-    small: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
+    pair = (FOUR, LOOPED)
+    tiny: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
+    small = {**LLAMA, "petaflops": 0.235, "width": 128, "batch_size": 8, "average": SHORT}
+    smaller = {**small, "petaflops": 0.036, "width": 64, "batch_size": 4}
     longer = {**LLAMA, "petaflops": 3.66, "learning_rate": 2e-3, "weight_decay": 1.5}
     wide = {**longer, "petaflops": 6.5, "width": 384}
+
+    def grid(common: dict[str, Any], shapes: Sequence[dict[str, Any]], *points: tuple[float, float]) -> Runs:
+        tuned = [{"learning_rate": rate, "weight_decay": decay} for rate, decay in points]
+        return [{**common, **shape, **point} for point in tuned for shape in shapes]
+
     return {
-        "mamba2": [
-            {**MAMBA2, **shape, "learning_rate": rate, "weight_decay": decay}
-            for rate, decay in ((2e-3, 2.0), (2e-3, 4.0), (4e-3, 2.0))
-            for shape in looped
-        ],
-        "muon": [
-            {**LLAMA, **shape, "optimizer": "muon", "learning_rate": rate, "weight_decay": decay}
-            for rate, decay in ((2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0))
-            for shape in pair
-        ],
+        "mamba2": grid(
+            MAMBA2, (EIGHT, DEEP, TWICE, LATE), (2e-3, 2.0), (2e-3, 4.0), (4e-3, 2.0), (2e-3, 1.0)
+        ),
+        "0.7m": grid(smaller, pair, (4e-3, 1.5), (2e-3, 1.5), (4e-3, 0.75), (8e-3, 0.75), (8e-3, 1.5)),
+        "2m": grid(small, pair, (2e-3, 1.5), (4e-3, 1.5), (4e-3, 0.75), (2e-3, 0.75)),
+        "muon": grid({**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),
         "longer": [{**longer, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "10m": [{**wide, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
-        "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in small],
+        "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in tiny],
     }
 
 
@@ -77,7 +87,7 @@ def listed_runs(name: str) -> Runs:
 def chosen_seeds(
     rows: Sequence[dict[str, Any]], seeds: Sequence[int], *, each_optimizer: bool = False
 ) -> list[dict[str, Any]]:
-    """Return further seeds of the best recipe of each side, number of layers and width.
+    """Return further seeds of the best recipe of each family, side, number of layers and width.
 
     Best on the text of the choice; the seeds of the rows are not among the returned ones. Recipes with a
     penalty on residuals are a kind of their own, in which those come first whose tokens converge. Explicit
@@ -100,14 +110,17 @@ def chosen_seeds(
     best: dict[Any, dict[str, Any]] = {}
     for row in filter(better_weights, rows):
         recipe = row["recipe"]
-        kind = (row["side"], sum(recipe["layers"]), recipe.get("width"), bool(recipe.get("residual_weight")))
+        size = (recipe["family"], sum(recipe["layers"]), recipe.get("width"))
+        kind = (row["side"], *size, bool(recipe.get("residual_weight")))
         for key in (kind, (*kind, recipe.get("optimizer"))) if each_optimizer else (kind,):
             if key not in best or rank(row) < rank(best[key]):
                 best[key] = row
-    sizes = {key[1:3] for key in best if key[0] == "implicit"}
-    explicit = [row for key, row in best.items() if key[0] == "explicit"]
-    least = min(explicit, key=rank, default=None)
-    best = {key: row for key, row in best.items() if key[1:3] in sizes or row is least}
+    sizes = {key[1:4] for key in best if key[0] == "implicit"}
+    least: dict[str, dict[str, Any]] = {}
+    for key, row in best.items():
+        if key[0] == "explicit" and (key[1] not in least or rank(row) < rank(least[key[1]])):
+            least[key[1]] = row
+    best = {key: row for key, row in best.items() if key[1:4] in sizes or row is least.get(key[1])}
     taken = {row["recipe"]["seed"] for row in rows}
     left = [seed for seed in seeds if seed not in taken]
     found = [{**row["recipe"], "seed": seed} for seed in left for row in best.values()]
@@ -193,7 +206,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--each-optimizer", action="store_true", help="choose for each optimizer separately, too"
     )
     parser.add_argument(
-        "--brief", action="store_true", help="measure the listed runs only as the choice requires"
+        "--brief",
+        nargs="?",
+        const="listed",
+        choices=("listed", "all"),
+        help="measure the listed runs, or all of them, only as the choice requires",
     )
     parser.add_argument("--compile", action="store_true", help="compile the layers for training")
     parser.add_argument("--eager", action="store_true", help="capture no step as a CUDA graph")
@@ -228,13 +245,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.chosen is None or options.then is not None:
             missing += train(
-                listed, until=min(options.then or math.inf, options.seconds), brief=options.brief
+                listed, until=min(options.then or math.inf, options.seconds), brief=options.brief is not None
             )
         if options.chosen is not None:
             kept = {row["name"]: row for row in read_results(options.output)}
             tuned = [kept[name] for name in (Recipe.of(row).name for row in listed) if name in kept]
             further = chosen_seeds(tuned, options.chosen, each_optimizer=options.each_optimizer)
-            missing += train(further, until=options.seconds, brief=options.brief and options.then is None)
+            brief = options.brief == "all" or (options.brief is not None and options.then is None)
+            missing += train(further, until=options.seconds, brief=brief)
     finally:
         rows = read_results(options.output) if options.output.is_dir() else []
         print(table(rows), flush=True)

@@ -183,6 +183,17 @@ def test_further_seeds_are_those_of_the_recipe_that_the_text_of_the_choice_prefe
     ]
 
 
+def test_every_family_of_a_list_has_its_own_choice() -> None:
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_gpu.py"))
+    measured = {"choice": {"loss": 4.0}, "report": {"loss": 4.0}}
+    rows = [
+        {"recipe": Recipe.of(one).as_row(), "side": Recipe.of(one).side, "measured": measured}
+        for one in benchmark["lists"]()["tiny"]
+    ]
+    found = benchmark["chosen_seeds"](rows, (1,))
+    assert len({(one["family"], one["loops"]) for one in found}) == len(found) == 4
+
+
 @pytest.fixture
 def inference(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the program that measures inference."""
