@@ -9,7 +9,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,11 +23,13 @@ from implicit_blocks.testing.mixer_runs import begin, run
 
 HERE = Path(__file__).resolve().parent
 
+Train = Callable[..., list[dict[str, Any]]]
+
 
 class _Absent(pytest.Module):
     """A test file of a plugin that is not installed."""
 
-    def collect(self):
+    def collect(self) -> NoReturn:
         folder = HERE / self.path.relative_to(HERE).parts[0]
         pytest.skip(
             f"{folder.name} is not installed: pip install ./plugins/{folder.name}", allow_module_level=True
@@ -44,10 +46,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.fixture(autouse=True)
-def _strict_torch():
+def _strict_torch() -> None:
     """Use one thread, fill uninitialized memory with NaN, and seed every test with 0."""
     torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # of a module's class
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # that function formats the stack for devices, which takes a millisecond
@@ -55,7 +57,7 @@ def _strict_torch():
 
 
 @pytest.fixture
-def train() -> Callable[..., list[dict[str, Any]]]:
+def train() -> Train:
     """Return a function that runs ``python -m trainer`` in this process and returns its metrics records."""
     from trainer.cli.train import main
 
@@ -67,7 +69,7 @@ def train() -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def check_learns_s3(train, tmp_path) -> Callable[[str], None]:
+def check_learns_s3(train: Train, tmp_path: Path) -> Callable[[str], None]:
     """Return a check that training a spec of the S3 word problem reaches an accuracy of 0.99 at length 32."""
 
     def check(spec: str) -> None:
@@ -85,7 +87,7 @@ SMALL += ["evaluation.sequences=16", "evaluation.batch_size=16", "evaluation.len
 
 
 @pytest.fixture
-def check_loss_falls(train, tmp_path) -> Callable[..., None]:
+def check_loss_falls(train: Train, tmp_path: Path) -> Callable[..., None]:
     """Return a check that the last 4 losses of a run sum to less than ``factor`` times the first 4."""
 
     def check(spec: str, *, steps: int, factor: float) -> None:
@@ -121,7 +123,9 @@ def check_same_function() -> Callable[..., None]:
         weights = [torch.randn_like(part) for part in expected]
         for number, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert relative_error(a.detach(), b.detach()) < bound, f"output {number}"
-        gradients = [torch.autograd.grad(parts, inputs.values(), weights) for parts in (found, expected)]
+        gradients = [
+            torch.autograd.grad(parts, list(inputs.values()), weights) for parts in (found, expected)
+        ]
         for name, a, b in zip(inputs, *gradients, strict=True):
             assert relative_error(a, b) < bound, f"gradient of {name}"
 

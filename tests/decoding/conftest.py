@@ -10,7 +10,7 @@ import torch
 
 import implicit_blocks as ib
 
-MIXERS = {
+MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
     "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=24)},
 }
@@ -19,7 +19,13 @@ MIXERS = {
 def _model(family: str, *, tolerance: float = 1e-6, **changes: Any) -> Any:
     torch.manual_seed(0)
     tight = ib.AtEvaluation(stopping=ib.StoppingOverrides(tolerance=tolerance, max_iterations=200))
-    fields = {"vocab_size": 19, "d_model": 16, "n_layers": 2, "at_evaluation": tight, "pad_vocab_to": 8}
+    fields: dict[str, Any] = {
+        "vocab_size": 19,
+        "d_model": 16,
+        "n_layers": 2,
+        "at_evaluation": tight,
+        "pad_vocab_to": 8,
+    }
     model = ib.build(ib.ImplicitLMSpec(**(fields | MIXERS[family] | changes))).eval()
     with torch.no_grad():
         model.embedding.weight.mul_(20)  # so that logits and rows differ clearly
@@ -31,7 +37,7 @@ def _model(family: str, *, tolerance: float = 1e-6, **changes: Any) -> Any:
 
 @pytest.fixture(params=list(MIXERS))
 def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import implicit_blocks as ib
 
 REFERENCE = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "reference"
 
-MIXERS = {
+MIXERS: dict[str, dict[str, Any]] = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
     "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=24)},
 }
@@ -21,7 +21,7 @@ MIXERS = {
 
 def _spec(family: str, **changes: Any) -> ib.ImplicitLMSpec:
     tight = ib.AtEvaluation(stopping=ib.StoppingOverrides(tolerance=1e-6, max_iterations=200))
-    fields = {"vocab_size": 19, "d_model": 16, "n_layers": 2, "at_evaluation": tight}
+    fields: dict[str, Any] = {"vocab_size": 19, "d_model": 16, "n_layers": 2, "at_evaluation": tight}
     return ib.ImplicitLMSpec(**(fields | MIXERS[family] | changes))
 
 
@@ -40,7 +40,7 @@ def _model(family: str, **changes: Any) -> Any:
 
 @pytest.fixture(params=list(MIXERS))
 def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture

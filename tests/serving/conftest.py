@@ -194,7 +194,13 @@ def running_in_two_processes(
 async def ask_in_process(app: Any, path: str, body: bytes, *, client: str = "127.0.0.1") -> tuple[int, bytes]:
     """Send a request to an application in this process, without a connection."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "headers": headers,
+    }
     scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "client": (client, 1)}
     scope |= {
         "server": ("127.0.0.1", 8000),

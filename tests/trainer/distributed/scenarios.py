@@ -30,7 +30,7 @@ TASK: dict[str, Any] = globals().get("TASK", {})
 
 
 def hide_labels(run: Run) -> None:
-    """Leave sequences unequal numbers of labels, some of them none, by their positions."""
+    """Remove labels, so that sequences have unequal numbers of them; some have none."""
     batch = run.loop.data.batch
 
     def hidden(position: int, count: int) -> Any:
@@ -45,7 +45,7 @@ def hide_labels(run: Run) -> None:
 
 
 def watch_types(run: Run) -> dict[str, set[torch.dtype]]:
-    """Note the types of the weights, of their gradients, and of what the layers compute with."""
+    """Return sets that collect the dtypes of weights, gradients and the layers' products."""
     weights = {parameter.dtype for parameter in run.model.parameters()}
     types: dict[str, set[torch.dtype]] = {"weights": weights, "gradients": set(), "products": set()}
     types["decays_and_norms"] = set()
@@ -75,7 +75,8 @@ def train(spec: dict[str, Any], folder: str, *, ranks: Ranks | None = None, hide
     """Train a run; return its rows, its evaluations, and how often this process called a layer."""
     run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks)
     calls: list[bool] = []
-    blocks = run.model.backbone.blocks() if hasattr(run.model, "backbone") else [run.model]
+    model: Any = run.model
+    blocks = model.backbone.blocks() if hasattr(model, "backbone") else [model]
     blocks[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     types = watch_types(run)
     if hide:
@@ -101,7 +102,7 @@ class Collectives(TorchDispatchMode):
     """Counts the calls of PyTorch's distributed operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,13 +112,13 @@ class Collectives(TorchDispatchMode):
 
 
 def train_each_compiled(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
-    """Train with compiled layers, traced and differentiated by the compiler, without minutes for kernels."""
+    """Train with compiled layers: the compiler traces and differentiates, but generates no kernels."""
     compiled = torch.nn.Module.compile
 
     def without_kernels(self: Any, **options: Any) -> None:
         compiled(self, backend="aot_eager", **options)
 
-    torch.nn.Module.compile = without_kernels  # type: ignore[method-assign,assignment]
+    torch.nn.Module.compile = without_kernels  # type: ignore[method-assign]
     return train_each(ranks, runs, folder)
 
 
@@ -132,7 +133,7 @@ def train_in_turns(ranks: Ranks, turns: list[tuple[int, dict[str, Any]]], folder
 
 
 def save_again(ranks: Ranks, runs: dict[str, Any]) -> Any:
-    """Load the last checkpoint of each run, by its folder, and save what was loaded as that of step 99."""
+    """Load the last checkpoint of each run folder, and save it again as that of step 99."""
     for folder, spec in runs.items():
         run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks, resume=True)
         run.loop.checkpoints.save(replace(run.loop.progress, step=99), seconds=lambda: 0.0)
@@ -142,7 +143,7 @@ def save_again(ranks: Ranks, runs: dict[str, Any]) -> Any:
 
 
 def count_traffic(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
-    """Return the parameters of this rank and the bytes that it sends within layers in a step, by run."""
+    """Return for each run the parameters of this rank, and the bytes that its layers send in a step."""
     found = {}
     for name, spec in runs.items():
         run = build(RunSpec.model_validate(spec), output=Path(folder) / name, device="cpu", ranks=ranks)
@@ -151,7 +152,8 @@ def count_traffic(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
         def counted(exchange: Any, share: float, sent: list[float] = sent) -> Any:
             def run_exchange(x: torch.Tensor, group: Any) -> torch.Tensor:
                 sent[0] += share * x.numel() * x.element_size()
-                return exchange(x, group)
+                received: torch.Tensor = exchange(x, group)
+                return received
 
             return run_exchange
 
@@ -161,7 +163,7 @@ def count_traffic(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
             for exchange, share in shares.items():
                 original = getattr(collectives, exchange)
                 patches.enter_context(mock.patch.object(collectives, exchange, counted(original, share)))
-            run.loop.evaluator.sets.clear()
+            run.loop.evaluator.sets = {}
             run.train()
         found[name] = {"parameters": sum(p.numel() for p in run.model.parameters()), "sent": sent[0]}
     return found
@@ -172,7 +174,7 @@ def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
     gathers = {}
     for name, spec in sorted(runs.items()):
         run = build(RunSpec.model_validate(spec), output=Path(folder) / name, device="cpu", ranks=ranks)
-        of_steps = []
+        of_steps: list[tuple[int, int]] = []
         one_step = run.loop._one_step
 
         def counted(one_step: Any = one_step, of_steps: Any = of_steps) -> None:
@@ -188,7 +190,7 @@ def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
 
 
 def look_at_layouts(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
-    """Return, of each run, how often a step exchanges gradients, what is drawn, and how weights are kept."""
+    """Return for each run the gradient exchanges of a step, random numbers, and the types of the weights."""
     found: dict[str, Any] = {}
     for name, spec in sorted(runs.items()):
         run = build(RunSpec.model_validate(spec), output=Path(folder) / name, device="cpu", ranks=ranks)
@@ -197,7 +199,8 @@ def look_at_layouts(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
 
             def exchange(_: None, bucket: Any, exchanges: list[int] = exchanges) -> Any:
                 exchanges.append(bucket.index())
-                return allreduce_hook(torch.distributed.group.WORLD, bucket)
+                group: Any = torch.distributed.group.WORLD
+                return allreduce_hook(group, bucket)
 
             exchange.__annotations__.clear()  # torch reads them, and these are text
             run.loop.layout.forward.register_comm_hook(None, exchange)
@@ -217,13 +220,13 @@ def look_at_layouts(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
 
 
 def build_it(ranks: Ranks, specs: list[dict[str, Any]], folder: str) -> Any:
-    """Build the run whose spec is this rank's."""
+    """Build the run of this rank's spec."""
     spec = RunSpec.model_validate(specs[ranks.rank % len(specs)])
     build(spec, output=Path(folder), device="cpu", ranks=ranks)
 
 
 def build_in_own_folder(ranks: Ranks, spec: dict[str, Any], folders: list[str], folder: str) -> Any:
-    """Build a run whose data lie at a path that is another one for each rank, as on machines of their own."""
+    """Build a run whose data have a different path on each rank, as on separate machines."""
     os.chdir(folders[ranks.rank])
     build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks)
 
@@ -242,7 +245,8 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
             if run.loop.progress.step == 1:
                 raise RuntimeError("a broken layer")
 
-        run.model.backbone.blocks()[0].register_forward_pre_hook(crash)
+        model: Any = run.model
+        model.backbone.blocks()[0].register_forward_pre_hook(crash)
     if what == "callback" and ranks.rank == 1:
         from trainer.specs.callbacks import CallbackSpec
 
@@ -301,7 +305,7 @@ def interrupt_evaluation(ranks: Ranks, spec: dict[str, Any], folder: str, at: in
 
 
 def export_plainly(ranks: Ranks, spec: dict[str, Any], folder: str) -> Any:
-    """Train a run that exports its model, as without transformers, which takes seconds to import."""
+    """Train a run that exports its model without transformers, whose import takes seconds."""
     from trainer.checkpoint import export as exporting
 
     exporting._write_for_transformers = lambda *arguments: False
@@ -309,7 +313,7 @@ def export_plainly(ranks: Ranks, spec: dict[str, Any], folder: str) -> Any:
 
 
 def save_kept_copies(ranks: Ranks, kinds: list[str], folder: str) -> Any:
-    """Save three times with copies that are kept, as on a GPU, and load in another order, in each layout."""
+    """Save three times with reused host copies, as on a GPU, and load in another order, for each layout."""
     return {kind: _save_kept_copies(ranks, kind, f"{folder}/{kind}") for kind in kinds}
 
 
@@ -373,7 +377,7 @@ def evaluate_tasks(ranks: Ranks, requests: list[list[str]]) -> Any:
 
 
 def talk(ranks: Ranks) -> Any:
-    """Try what ranks can tell one another."""
+    """Return the results of all collective operations of the ranks."""
     ranks.barrier()
     return {
         "sum": ranks.sum([1.0, ranks.rank]),
@@ -384,11 +388,11 @@ def talk(ranks: Ranks) -> Any:
         "objects": ranks.gather_objects({"rank": ranks.rank}),
         "broadcast": ranks.broadcast(f"of rank {ranks.rank}"),
         "run_on_rank0": ranks.run_on_rank0(lambda: f"of rank {ranks.rank}"),
-        "together": ranks.run_all(lambda: ranks.rank),
+        "run_all": ranks.run_all(lambda: ranks.rank),
     }
 
 
-def fail_on_main(ranks: Ranks) -> Any:
+def fail_on_rank0(ranks: Ranks) -> Any:
     def act() -> None:
         raise ValueError("the folder is taken")
 
@@ -397,7 +401,7 @@ def fail_on_main(ranks: Ranks) -> Any:
 
 def main() -> None:
     os.environ.update(TASK["environment"])
-    trainer.run.build.draw = lambda runs, path: None  # type: ignore[assignment]  # pictures take longer than the runs
+    setattr(trainer.run.build, "draw", lambda runs, path: None)  # noqa: B010  # pictures take longer than the runs
     torch.set_num_threads(1)
     result: Any
     try:

@@ -36,8 +36,8 @@ def test_a_single_rank_needs_no_communication(monkeypatch: pytest.MonkeyPatch) -
 
 def test_ranks_exchange_values(processes: Any) -> None:
     first, second = processes("talk")
-    assert first.pop("together") == 0
-    assert second.pop("together") == 1
+    assert first.pop("run_all") == 0
+    assert second.pop("run_all") == 1
     assert first == second
     assert first["sum"] == [2.0, 1.0]
     assert first["max"] == [1.0, 0.0]
@@ -48,7 +48,7 @@ def test_ranks_exchange_values(processes: Any) -> None:
 
 
 def test_an_error_of_rank_0_is_raised_on_all(processes: Any) -> None:
-    first, second = processes("fail_on_main")
+    first, second = processes("fail_on_rank0")
     assert first == ("ValueError", "the folder is taken")
     assert second == ("ValueError", "rank 0: the folder is taken")
 
@@ -142,7 +142,7 @@ def test_no_rank_waits_for_one_that_crashed(
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(plain: Any, processes: Any, tmp_path: Path) -> None:
     spec = plain({"training.max_steps": 9})
-    # The other rank is not told: it returns the step it stopped after, as None of a summary is there.
+    # The other rank returns the step at which it stopped, since the run has no summary.
     _, step = processes("fail_on_one_rank", spec=spec, folder=str(tmp_path / "run"), what="signal")
     assert step == 2
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]

@@ -90,7 +90,7 @@ def benchmarks(tmp_path: Path, endings: list[str]) -> Path:
 
 @pytest.fixture
 def as_released(endings: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the same items in the fields that the data sets on the hub have, which lm-eval downloads."""
+    """Return the same items with the fields of the data sets on the Hub, which lm-eval downloads."""
     letters = ["A", "B", "C", "D"]
 
     def science(stem: str) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def as_released(endings: list[str]) -> dict[str, list[dict[str, Any]]]:
     }  # fmt: skip
 
 
-PARTS = {
+PARTS: dict[str, dict[str, Any]] = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
     "attention": {
         "mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2),
@@ -138,14 +138,20 @@ PARTS = {
 
 @pytest.fixture(params=list(PARTS))
 def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 def _model(family: str = "attention", **changes: Any) -> Any:
-    """Make a small model with 300 tokens whose fixed point converges, but not at once."""
+    """Build a small model with 300 tokens whose search converges after several iterations."""
     torch.manual_seed(0)
     tight = ib.AtEvaluation(stopping=ib.StoppingOverrides(tolerance=1e-6, max_iterations=200))
-    fields = {"vocab_size": 300, "pad_vocab_to": 16, "d_model": 16, "n_layers": 1, "at_evaluation": tight}
+    fields: dict[str, Any] = {
+        "vocab_size": 300,
+        "pad_vocab_to": 16,
+        "d_model": 16,
+        "n_layers": 1,
+        "at_evaluation": tight,
+    }
     model = ib.build(ib.ImplicitLMSpec(**(fields | PARTS[family] | changes))).eval()
     with torch.no_grad():
         for block in model.backbone.blocks():
@@ -177,12 +183,14 @@ def _quiet() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quiet_terminal(monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "1")  # set by the command too, and not to stay set
+def _quiet_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # the command sets it too; this restores it
 
 
 @pytest.fixture(scope="session")
-def exported_once(tmp_path_factory, small_model, tokenizer_file) -> Path:
+def exported_once(
+    tmp_path_factory: pytest.TempPathFactory, small_model: Callable[..., Any], tokenizer_file: Path
+) -> Path:
     from implicit_blocks.hf import from_library
     from implicit_blocks.hf.tokenizer import load_tokenizer
 
@@ -193,13 +201,13 @@ def exported_once(tmp_path_factory, small_model, tokenizer_file) -> Path:
 
 
 @pytest.fixture
-def exported(tmp_path, exported_once) -> Path:
+def exported(tmp_path: Path, exported_once: Path) -> Path:
     """Return a copy of the folder of a model with its tokenizer."""
     return shutil.copytree(exported_once, tmp_path / "exported")
 
 
 @pytest.fixture(scope="session")
-def trained_once(tmp_path_factory, small) -> Path:
+def trained_once(tmp_path_factory: pytest.TempPathFactory, small: Callable[..., Any]) -> Path:
     from trainer.run.build import build
 
     folder = tmp_path_factory.mktemp("trained")
@@ -217,15 +225,15 @@ def trained_once(tmp_path_factory, small) -> Path:
 
 
 @pytest.fixture
-def run_folder(tmp_path, trained_once) -> Path:
+def run_folder(tmp_path: Path, trained_once: Path) -> Path:
     """Return a copy of a run of two steps with 300 tokens; the tokens are in ``text.bin`` beside it."""
     shutil.copytree(trained_once, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 
 @pytest.fixture
-def refused(capsys, tmp_path) -> Callable[..., str]:
-    """Return a caller of the command that gives what it said, having written nothing."""
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs the command, which must fail and write nothing, and returns its message."""
     from trainer.evaluation.command import main
 
     def call(*arguments: Any) -> str:
