@@ -12,7 +12,7 @@ are skipped. The inputs of the convolution are in bfloat16. ``floor_ms`` is the 
 states once at the GPU's copy bandwidth, which is measured first.
 
 Modes: ``fused``, kernels for single tokens, captured as a graph; ``graphs``, the layers, captured;
-``launched``, the layers in eager mode; ``int8`` and ``fp8``, as ``fused``, with weights in 8 bits in the
+``eager``, the layers in eager mode; ``int8`` and ``fp8``, as ``fused``, with weights in 8 bits in the
 first half of the iterations of each token (``replay_ms`` is such a call). With several tokens in flight per
 row (``--in-flight``) a call is one of the wavefront, the choice of tokens included, with a tolerance that no
 search reaches; ``replay_ms`` includes the head, which reads its weights in every call. The published
@@ -37,7 +37,7 @@ from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.search.options import SearchOptions
 
 PUBLISHED = {"mamba2_130m": 41.8, "llama_130m": 20.6, "mamba2_1.3b": 86.7, "llama_1.3b": 52.2}
-MODES = ("fused", "graphs", "launched", "int8", "fp8")
+MODES = ("fused", "graphs", "eager", "int8", "fp8")
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STATES = {"mamba2": ("float32", "bfloat16"), "llama": ("bfloat16", "int8")}
 
@@ -134,7 +134,7 @@ def measure(
             max_seq_len=arguments.context + tokens + warm_up + 2,
             tolerance=0.0 if in_flight == 1 else 1e-30,
             max_iterations=arguments.iterations,
-            graphs=mode != "launched",
+            graphs=mode != "eager",
             state_dtype=getattr(torch, state),
             max_in_flight=in_flight,
             search_dtype=CODES.get(mode),

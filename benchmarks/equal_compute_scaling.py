@@ -90,14 +90,14 @@ def table(found: Mapping[int, Mapping[str, Runs]]) -> str:
 
 def sentences(lines: Mapping[str, Line]) -> str:
     """Return the slopes of the lines, and the difference they give for larger models."""
-    said = []
+    lines_of_text = []
     for side in SIDES:
         low, high = lines[side].slope_interval
-        said.append(f"{side}: perplexity ∝ N^{lines[side].slope:.3f} ({low:.3f} to {high:.3f})")
+        lines_of_text.append(f"{side}: perplexity ∝ N^{lines[side].slope:.3f} ({low:.3f} to {high:.3f})")
     for size in LARGER:
         mean, low, high = (math.expm1(value) for value in lines["difference"].at(math.log(size)))
-        said.append(f"difference at {size / 1e6:g} M: {mean:+.1%} ({low:+.1%} to {high:+.1%})")
-    return "\n".join(said)
+        lines_of_text.append(f"difference at {size / 1e6:g} M: {mean:+.1%} ({low:+.1%} to {high:+.1%})")
+    return "\n".join(lines_of_text)
 
 
 def draw(found: Mapping[int, Mapping[str, Runs]]) -> Any:

@@ -99,7 +99,7 @@ PROGRAMS = {
     "driver": Program(
         ("gpu_driver.py", "--modes", "compiled+graphs", "--repeats", "15"),
         120,
-        ("--tiny", "--modes", "launched", "--repeats", "2"),
+        ("--tiny", "--modes", "eager", "--repeats", "2"),
         ("--layers", "2", "--repeats", "1"),
         variants_from=0.25,
     ),

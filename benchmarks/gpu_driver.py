@@ -25,7 +25,7 @@ import implicit_blocks as ib
 from implicit_blocks.models.stack import BoundMap
 
 MODES: dict[str, dict[str, Any]] = {
-    "launched": {},
+    "eager": {},
     "graphs": {"graphs": True},
     "compiled+graphs": {"compiled": True, "graphs": True},
 }

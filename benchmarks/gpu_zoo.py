@@ -47,15 +47,15 @@ class EnoughError(BaseException):
 class Watch(Display):
     """Collects the rows of a run's metrics, reports each, and ends the run after ``steps`` rows."""
 
-    def __init__(self, steps: int, tell: Callable[[list[Mapping[str, Any]]], Any]) -> None:
+    def __init__(self, steps: int, report: Callable[[list[Mapping[str, Any]]], Any]) -> None:
         self.rows: list[Mapping[str, Any]] = []
         self._steps = steps
-        self._tell = tell
+        self._report = report
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Record a step's row."""
         self.rows.append(row)
-        self._tell(self.rows)
+        self._report(self.rows)
         if len(self.rows) == self._steps:
             raise EnoughError
 

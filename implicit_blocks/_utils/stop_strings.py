@@ -15,26 +15,26 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._withheld = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Append a piece; return the text released, and whether a stop string was found."""
         if not self.stops:
             return text, False
-        whole = self._held + text
+        whole = self._withheld + text
         places = [(start + len(stop), start) for stop in self.stops if (start := whole.find(stop)) >= 0]
         if places:
-            self._held = ""
+            self._withheld = ""
             return whole[: min(places)[1]], True
-        held = max(_overlap(whole, stop) for stop in self.stops)
-        released = whole[: len(whole) - held]
-        self._held = whole[len(whole) - held :]
+        size = max(_overlap(whole, stop) for stop in self.stops)
+        released = whole[: len(whole) - size]
+        self._withheld = whole[len(whole) - size :]
         return released, False
 
     def finish(self) -> str:
         """Return what was withheld, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
+        text, self._withheld = self._withheld, ""
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -133,9 +133,9 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         if tokens_to_remove == 0:
             return
         if self.state is None or not self.is_croppable:
-            held = "no tokens" if self.state is None else "a recurrent state, which cannot be truncated"
+            content = "no tokens" if self.state is None else "a recurrent state, which cannot be truncated"
             raise ValueError(
-                f"the cache holds {held}: cannot remove {-tokens_to_remove} tokens; copy the cache "
+                f"the cache contains {content}: cannot remove {-tokens_to_remove} tokens; copy the cache "
                 "(copy.deepcopy) before committing them"
             )
         assert self._blocks is not None

@@ -188,8 +188,8 @@ class _NotCapturedError(RuntimeError):
 
 def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
     """Return the addresses of modules' parameters and buffers; the device waits for this function."""
-    held = [(part._parameters, part._buffers) for part in parts]
-    return tuple(t.data_ptr() for pair in held for own in pair for t in own.values() if t is not None)
+    tables = [(part._parameters, part._buffers) for part in parts]
+    return tuple(t.data_ptr() for pair in tables for own in pair for t in own.values() if t is not None)
 
 
 def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:

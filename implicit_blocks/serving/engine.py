@@ -65,7 +65,7 @@ class Engine:
         self._beat = time.monotonic()
         self._broken: str | None = None
         self._closing = False
-        self._held: dict[int, Job] = {}
+        self._undelivered: dict[int, Job] = {}
         """The texts with events that are withheld until the next delivery."""
         self._delivered = -math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -179,7 +179,7 @@ class Engine:
     def _receive(self, batch: Batch) -> None:
         """Sort events by text, and deliver those of texts that have ended, or all if it is time."""
         now = self._beat = time.monotonic()
-        metrics, jobs, held = self.metrics, self._jobs, self._held
+        metrics, jobs = self.metrics, self._jobs
         metrics.busy_slots.set(batch.busy_slots)
         metrics.failures.inc(batch.failures)
         self._broken = batch.broken
@@ -187,14 +187,14 @@ class Engine:
             if (job := jobs.get(number)) is not None:
                 metrics.prompt_tokens.inc(len(job.order.prompt))
                 self._left_queue(job)
-                self._hold(job, read)
+                self._collect(job, read)
         ended: list[Job] = []
         tokens = list(batch.generated())
         for new in tokens:
             if (job := jobs.get(new.number)) is not None:
                 metrics.token(new, job)
                 job.last_token = new.when
-                self._hold(job, new)
+                self._collect(job, new)
                 if new.last:
                     ended.append(job)
         metrics.count(len(tokens), now)
@@ -202,7 +202,7 @@ class Engine:
             if (job := jobs.get(number)) is not None:
                 if isinstance(event, Ended):
                     metrics.cancelled.inc(event.cancelled)
-                self._hold(job, event)
+                self._collect(job, event)
                 ended.append(job)
         for job in ended:
             self._end(job, now)
@@ -210,7 +210,7 @@ class Engine:
         for number, report in batch.reports:
             if (reports := self._inspections.get(number)) is not None:
                 reports.put_nowait(report)
-        if held and self._timer is None:
+        if self._undelivered and self._timer is None:
             texts = min(len(jobs), self.options.max_batch_size)
             left = self._delivered + min(LONGEST_SECONDS, texts / CHUNKS_PER_SECOND) - now
             if left > 0.001:
@@ -218,21 +218,21 @@ class Engine:
             else:
                 self._deliver_all()
 
-    def _hold(self, job: Job, event: Event) -> None:
-        if not job.held:
-            self._held[job.order.number] = job
-        job.held.append(event)
+    def _collect(self, job: Job, event: Event) -> None:
+        if not job.undelivered:
+            self._undelivered[job.order.number] = job
+        job.undelivered.append(event)
 
     def _deliver_all(self) -> None:
         self._timer, self._delivered = None, time.monotonic()
-        for job in list(self._held.values()):
+        for job in list(self._undelivered.values()):
             self._deliver(job)
 
     def _deliver(self, job: Job) -> None:
         """Give a request the events of one of its texts."""
-        if self._held.pop(job.order.number, None) is not None:
-            job.events.put_nowait((job, job.held))
-            job.held = []
+        if self._undelivered.pop(job.order.number, None) is not None:
+            job.events.put_nowait((job, job.undelivered))
+            job.undelivered = []
 
     def _left_queue(self, job: Job) -> None:
         if job.waiting:

@@ -204,7 +204,7 @@ class Job:
     order: Order
     index: int
     events: Events
-    held: list[Event] = field(default_factory=list)
+    undelivered: list[Event] = field(default_factory=list)
     """Events that are not yet in the queue."""
     submitted: float = 0.0
     """When the text was queued, by ``time.monotonic``."""

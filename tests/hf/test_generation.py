@@ -211,7 +211,7 @@ def test_cropping_a_recurrent_state_is_an_error(lively_model, ids):
     cache.crop(0)
     with pytest.raises(ValueError, match=r"a recurrent state.*deepcopy"):
         cache.crop(-1)
-    with pytest.raises(ValueError, match="holds no tokens"):
+    with pytest.raises(ValueError, match="contains no tokens"):
         ImplicitCache().crop(-1)
 
 
@@ -224,7 +224,7 @@ GUIDED = {
 
 @pytest.mark.parametrize("guided", GUIDED.values(), ids=GUIDED)
 def test_guidance_combines_the_logits_of_both_prompts(family, lively_model, ids, guided):
-    """As computed by hand, without a cache; a scale of 0 excludes rows that pad the vocabulary too."""
+    """The reference has no cache; a scale of 0 also excludes padding entries of the vocabulary."""
     model = lively_model(family, pad_vocab_to=32, tie_embeddings=False)
     scale = guided["guidance_scale"]
     other = torch.tensor(guided.get("negative_prompt_ids", ids[:1, -1:].tolist()))

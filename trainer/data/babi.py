@@ -241,7 +241,7 @@ class CatbAbI(DataSource):
         whole[: self.total] = stream
         return np.lib.stride_tricks.sliding_window_view(whole, self._length + 1)[:: self._length]
 
-    def _taken(self, position: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _rows_at(self, position: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return copies of the words and tasks of the rows at positions [position, position + count)."""
         parts: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int8]]] = []
         while count > 0:
@@ -256,7 +256,7 @@ class CatbAbI(DataSource):
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`."""
         check_range(position, count)
-        words, tasks = self._taken(position, count)
+        words, tasks = self._rows_at(position, count)
         labels, answered = words[:, 1:].copy(), tasks[:, 1:]
         if self._only_task is not None:
             scored = answered == self._only_task
@@ -268,7 +268,7 @@ class CatbAbI(DataSource):
     def tasks(self, position: int, count: int) -> torch.Tensor:
         """Return the task that each label of `batch` answers, int64 (count, L), 0 for other labels."""
         check_range(position, count)
-        return torch.from_numpy(self._taken(position, count)[1][:, 1:].copy())
+        return torch.from_numpy(self._rows_at(position, count)[1][:, 1:].copy())
 
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """Return one set of all answers, ``L200``, and one per task, ``qa1_L200``.

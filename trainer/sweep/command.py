@@ -127,9 +127,10 @@ class Sweep:
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = FolderLock(self._folder / ".lock")
-        except LockedError as held:
+        except LockedError as error:
             raise ValueError(
-                f"the sweep in {self._folder} is in progress already ({held.holder}); wait for it, or stop it"
+                f"the sweep in {self._folder} is in progress already ({error.holder}); "
+                "wait for it, or stop it"
             ) from None
         with lock:
             jobs = [] if self._options.only_finished else [self._job(run) for run in self._unfinished()]

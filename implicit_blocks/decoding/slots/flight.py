@@ -102,7 +102,7 @@ class Flight(NamedTuple):
             else:
                 whole[rows_R, : new.shape[1]] = new
 
-    def moved(self, steps_R: Tensor) -> Flight:
+    def shifted(self, steps_R: Tensor) -> Flight:
         """Return the windows after the first ``steps_R`` tokens; the last tokens are repeated."""
         tokens = self.tokens.shape[1]
         places = torch.arange(tokens, device=steps_R.device) + steps_R[:, None]

@@ -141,7 +141,7 @@ class SlotGeneration:
         if len(self._prompts) < len(self.made):
             return None
         parts = [self._prompts[number] for number in range(len(self.made))]
-        z = self._laid_out([s.z[row, :length] for s, row, length in parts], 0.0)
+        z = self._at_positions([s.z[row, :length] for s, row, length in parts], 0.0)
         assert z is not None
 
         def of_rows(name: str) -> Tensor:
@@ -150,7 +150,7 @@ class SlotGeneration:
         def of_tokens(name: str) -> Tensor | None:
             found = [(getattr(s, f"token_{name}"), *where) for s, *where in parts]
             cut = [None if t is None else t[row, :length] for t, row, length in found]
-            return self._laid_out(cut, EMPTY[name])
+            return self._at_positions(cut, EMPTY[name])
 
         return Solution(
             z=z,
@@ -164,7 +164,7 @@ class SlotGeneration:
             token_diverged=of_tokens("diverged"),
         )
 
-    def _laid_out(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:
+    def _at_positions(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:
         """Scatter the values of each row's real tokens to their positions, (B, L, …)."""
         given = [row for row in rows if row is not None]
         if len(given) < len(rows):

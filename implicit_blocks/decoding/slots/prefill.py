@@ -155,10 +155,10 @@ def _with_room(state: SequenceState, tokens: int, *, dtype: torch.dtype | None =
     keys and values.
     """
 
-    def moved(layer: Any) -> Any:
+    def with_room(layer: Any) -> Any:
         return layer.with_room(tokens, dtype=dtype) if isinstance(layer, AttentionState) else layer
 
-    layers = pytree.tree_map(moved, state.layers, is_leaf=lambda layer: isinstance(layer, AttentionState))
+    layers = pytree.tree_map(with_room, state.layers, is_leaf=lambda layer: isinstance(layer, AttentionState))
     return replace(state, layers=layers)
 
 

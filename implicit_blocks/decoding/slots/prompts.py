@@ -173,12 +173,12 @@ def commit_prompts(
             kept_S[slots_B] = value_B.to(kept_S.dtype)
 
 
-def _of_tokens(solution: Solution, rows_B: Tensor, places_B: Tensor) -> dict[str, Tensor]:
+def _of_tokens(solution: Solution, rows_B: Tensor, positions_B: Tensor) -> dict[str, Tensor]:
     """Return iterations, residual and converged of one token of each row, or of the row, each (B,)."""
     names = ("iterations", "residual", "converged")
     if solution.token_iterations is None:
         return {name: getattr(solution, name)[rows_B] for name in names}
-    return {name: getattr(solution, f"token_{name}")[rows_B, places_B] for name in names}
+    return {name: getattr(solution, f"token_{name}")[rows_B, positions_B] for name in names}
 
 
 def encode_tokens(

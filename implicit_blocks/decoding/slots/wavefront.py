@@ -479,7 +479,7 @@ def _advance(
     begins = (count > 0) & (end - commits < tokens) & (lengths + end < wavefront.limit_S[rows_R]) & usable
     token = chosen.gather(1, last)
     if batch.captured is not None or bool(commits.any()):
-        flight = flight.moved(commits)
+        flight = flight.shifted(commits)
     place = (end - commits)[:, None]
     fresh = (order == place) & begins[:, None]
     within = order < place

@@ -30,13 +30,13 @@ class AttentionState(NamedTuple):
     def with_room(self, tokens: int, *, dtype: torch.dtype | None = None) -> AttentionState:
         """Return a copy with room for this many tokens, at least the committed ones."""
 
-        def moved(kept: Tensor) -> Tensor:
+        def copied(kept: Tensor) -> Tensor:
             shape = (*kept.shape[:2], tokens, kept.shape[3])
             room = torch.empty(shape, dtype=kept.dtype if dtype is None else dtype, device=kept.device)
             room[:, :, : self.length] = kept[:, :, : self.length]
             return room
 
-        return AttentionState(moved(self.keys), moved(self.values), self.length)
+        return AttentionState(copied(self.keys), copied(self.values), self.length)
 
 
 class SlotKeys(NamedTuple):

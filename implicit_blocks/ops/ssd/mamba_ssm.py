@@ -29,7 +29,7 @@ def kernels() -> ModuleType:
     module = require(MODULE, package="mamba-ssm")
     if MODULE not in _told:
         _told.add(MODULE)
-        tuned.tell_loaded(MODULE.rpartition(".")[0])
+        tuned.configure_loaded(MODULE.rpartition(".")[0])
     return module
 
 

@@ -154,7 +154,7 @@ FOUND: dict[tuple[str, tuple[Any, ...]], dict[str, int]] = {
 }
 
 
-def tell(kernels: dict[str, Any]) -> list[str]:
+def configure(kernels: dict[str, Any]) -> list[str]:
     """Write the measured configurations to the caches of these kernels' tuners; return the names changed.
 
     Only configurations that the tuner itself lists are used: another version of mamba-ssm may have others.
@@ -162,22 +162,22 @@ def tell(kernels: dict[str, Any]) -> list[str]:
     applied = []
     for (name, key), wanted in FOUND.items():
         tuner: Any = kernels.get(name)
-        ways = [way for way in getattr(tuner, "configs", ()) if _fits(way, wanted)]
-        if ways and isinstance(getattr(tuner, "cache", None), dict):
-            tuner.cache.setdefault(key, ways[0])
+        configs = [config for config in getattr(tuner, "configs", ()) if _fits(config, wanted)]
+        if configs and isinstance(getattr(tuner, "cache", None), dict):
+            tuner.cache.setdefault(key, configs[0])
             applied.append(name)
     return applied
 
 
-def _fits(way: Any, wanted: dict[str, int]) -> bool:
-    given = {**way.kwargs, "num_warps": way.num_warps, "num_stages": way.num_stages}
+def _fits(config: Any, wanted: dict[str, int]) -> bool:
+    given = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
     return all(given.get(name) == value for name, value in wanted.items())
 
 
-def tell_loaded(package: str) -> None:
+def configure_loaded(package: str) -> None:
     """Apply the measured configurations to a package's loaded modules, on GPUs that the table is for."""
     if torch.version.hip is None and torch.cuda.get_device_capability() == HOPPER:
-        tell(dict(_tuners(package)))
+        configure(dict(_tuners(package)))
 
 
 def _tuners(package: str) -> Iterator[tuple[str, Any]]:

@@ -111,13 +111,13 @@ def _check_empty(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise ValueError(f"{os.fspath(target)!r} is a file; give a new or empty directory")
     try:
-        held = sorted(path.name for path in target.iterdir()) if target.exists() else []
+        existing = sorted(path.name for path in target.iterdir()) if target.exists() else []
     except OSError as error:
         raise ValueError(
             f"cannot read {os.fspath(target)!r}: {error.strerror}; give another --directory"
         ) from error
-    if held:
-        shown = ", ".join(held[:3]) + (", …" if len(held) > 3 else "")
+    if existing:
+        shown = ", ".join(existing[:3]) + (", …" if len(existing) > 3 else "")
         raise ValueError(
             f"the directory {os.fspath(target)!r} is not empty (it contains {shown}); "
             "give a new or empty one, --directory DIRECTORY"

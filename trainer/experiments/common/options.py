@@ -22,7 +22,11 @@ def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
 
 
-def add_changes(parser: argparse.ArgumentParser) -> None:
+def add_changes(
+    parser: argparse.ArgumentParser,
+    *,
+    help: str = "changes to all specs; explicit models ignore those of search and gradient",
+) -> None:
     """Add changes to the specs of runs."""
     parser.add_argument(
         "--set",
@@ -31,7 +35,7 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="path.to.key=value",
-        help="changes to all specs; explicit models ignore those of search and gradient",
+        help=help,
     )
 
 

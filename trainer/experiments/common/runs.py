@@ -117,7 +117,7 @@ def _release_memory() -> None:
     """Release the device memory of finished runs for those that follow in this process.
 
     The parts of a run reference each other and are freed by the garbage collector, which counts objects, not
-    the gigabytes of their captured graphs: without this call, nine runs of four layers held 104 GB instead of
+    the gigabytes of their captured graphs: without this call, nine runs of four layers reserve 104 GB, not
     12.
     """
     gc.collect()
@@ -139,8 +139,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
     path = folder.with_name(f".{folder.name}.lock")
     try:
         lock = FolderLock(path)
-    except LockedError as held:
-        print(f"waiting for {held.holder}, which is training {folder.name}", file=sys.stderr)
+    except LockedError as error:
+        print(f"waiting for {error.holder}, which is training {folder.name}", file=sys.stderr)
         lock = FolderLock(path, wait=True)
     with lock:
         yield

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="starts per board: the model's own, and random ones; the surest answer is chosen (8)",
+        help="starts per board: the model's own, and random ones; the most confident answer is chosen (8)",
     )
     parser.add_argument(
         "--noise",
@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="solve up to eight symmetric variants of a maze, instead of adding noise to the start",
     )
     parser.add_argument("--boards", type=int, default=256, metavar="N", help="evaluation boards (256)")
-    add_changes(parser)
+    add_changes(parser, help="changes to the run's spec, such as harder or larger boards")
     add_device(parser)
 
 

@@ -1,10 +1,10 @@
-"""Test-time compute on puzzles: more iterations, and more starts of which the lowest residual is chosen.
+"""Test-time compute on puzzles: more iterations, and several starts of which one answer is chosen.
 
-Of the answers that a board's searches give from several starts, the one is chosen of whose most doubtful cell
-the model is surest; this needs no knowledge of the solution. The share that the lowest residual chooses is
-reported beside it: searches that have all converged differ little in their residuals. (Restarts: "Equilibrium
-reasoners"; path independence: Anil et al., 2022.) Models that were trained from a single start solve
-symmetric variants of a maze instead: their errors in different variants have little in common.
+The chosen answer is the most confident one: its least certain cell has the highest probability. The choice
+needs no knowledge of the solution. The share of boards solved by the answer with the lowest residual is
+reported too; the residuals of converged searches differ little. (Restarts: "Equilibrium reasoners"; path
+independence: Anil et al., 2022.) Models that were trained from a single start solve symmetric variants of a
+maze instead: their errors in different variants have little in common.
 
 Shape legend: B boards, L cells, R starts, W width of the core.
 """
