@@ -249,7 +249,7 @@ def test_the_correct_mixer_passes_the_walk(cuts, padding):
         ("unsaved", {"padding": "holes"}, None),
     ],
 )
-def test_the_walk_detects_faults(fault, options, message):
+def test_a_walk_through_random_windows_detects_faults(fault, options, message):
     if message is None:
         check_walk(FaultySpec(fault=fault), **options)  # outside the scope of the walk
         return

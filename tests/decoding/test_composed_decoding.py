@@ -81,7 +81,7 @@ def built(case, layers, *, device="cpu"):
 
 @torch.no_grad()
 def chosen(model, prompt, tokens):
-    """Return the token that one pass over the whole text chooses at the place of each of ``tokens``.
+    """Return the token that one pass over the whole text chooses at the position of each of ``tokens``.
 
     If these are all equal, each is the one that a pass over the text before it chooses.
     """

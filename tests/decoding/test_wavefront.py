@@ -131,7 +131,7 @@ def test_the_texts_are_those_of_sequential_decoding(family, tiny_model, prompts,
 def test_predictions_are_as_near_to_the_fixed_point_as_those_of_sequential_decoding(
     family, tiny_model, prompts
 ):
-    """They are of the second call within the tolerance, as the committing call of sequential decoding is."""
+    """The logits are those of the second call within the tolerance, as in sequential decoding."""
     undamped = ib.AtEvaluation(solver=ib.PicardSpec(), stopping=ib.StoppingOverrides(max_iterations=200))
     model = tiny_model(family, at_evaluation=undamped)
     exact, flown, one_by_one = (
@@ -283,7 +283,7 @@ def test_provisional_tokens_change_nothing_committed(family, tiny_model, prompts
 
 
 class Replayed:
-    """Stands for captured graphs on the CPU: procedures of fixed shapes, which read no value."""
+    """Replaces captured graphs on the CPU: procedures of fixed shapes that read no value."""
 
     def replay(self, name, slots):
         return False

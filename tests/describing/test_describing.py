@@ -131,7 +131,7 @@ evaluation                picard: damping 0.8  residual ≤ 0.001 relative, or 5
 """  # noqa: E501, RUF001  # as it is drawn
 
 
-def test_the_drawing_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_drawn_as_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "zoo/word_problem_s3.yaml"]) == 0
     assert capsys.readouterr().out == DRAWN
 

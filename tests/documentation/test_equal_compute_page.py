@@ -1,4 +1,4 @@
-"""The page on equal compute says what the result file has."""
+"""The figures of the page on equal compute equal those of the result files."""
 
 import json
 import runpy
@@ -275,7 +275,7 @@ def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:
     assert f"is {percent(worse, 0, sign=False)} % worse for the implicit one" in PAGE
 
 
-def test_the_choices_with_muon(half: dict[str, Any]) -> None:
+def test_the_choices_with_muon_equal_the_results(half: dict[str, Any]) -> None:
     found = {(run["side"], run["parameters"]): run["report"] for run in half["choosing"](half["read"]("5 M"))}
     behind = [found["implicit", size] / found["explicit", size] - 1 for size in (5311232, 8525056)]
     small, large = (percent(value, sign=False) for value in behind)

@@ -293,7 +293,7 @@ def test_catbabi_tables_of_longer_rows() -> None:
         ]
 
 
-def test_catbabi_table() -> None:
+def test_the_catbabi_table_equals_the_results() -> None:
     tests = [row for row in results("catbabi")["test"] if row["scoring"] == "answers"]
     spec = kind = ""
     for name, _, seeds, short, long, iterations, converged in table("catbabi", "QA mode"):
@@ -318,7 +318,7 @@ def test_catbabi_table() -> None:
                 assert converged == ", ".join(percent(found["converged"]) for found in searches)
 
 
-def test_jacobian_table() -> None:
+def test_the_jacobian_table_equals_the_results() -> None:
     rows = results("jacobian")["rows"]
     for name, *cells in table("jacobian", "model, seed, step sizes"):
         kind = name.split(",")[0]
@@ -367,7 +367,7 @@ def near(cell: str, wanted: list[float]) -> bool:
     ("head", "implicit", "name"),
     [("10 M, implicit", "books_10m_mamba2", "books_own_rates"), ("implicit, 15", "books_5m", "language")],
 )
-def test_language_tables_by_length(head: str, implicit: str, name: str) -> None:
+def test_the_language_tables_by_length_equal_the_results(head: str, implicit: str, name: str) -> None:
     """In both tables the row of an implicit model precedes the row of its explicit twin."""
     lines = (ROOT / "docs" / "language.md").read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {head}"))
@@ -410,7 +410,7 @@ def test_language_table_of_learning_rates() -> None:
         assert near(iterations, [row["iterations"] for row in found["implicit"]])
 
 
-def test_duality_table() -> None:
+def test_the_duality_table_equals_the_results() -> None:
     """The table has the equal tokens at two tolerances, and the perplexities of both twins."""
     own, once, lower = results("books_own_rates"), results("books_once"), results("duality")
     for name, loose, tight, perplexity in table("duality", "| tokens on which"):
@@ -463,7 +463,7 @@ def config_of(label: str) -> str:
     ],
     ids=["S3", "A5", "language"],
 )
-def test_solvers_tables(head: str, columns: list[tuple[str, str, str]]) -> None:
+def test_the_solvers_tables_equal_the_results(head: str, columns: list[tuple[str, str, str]]) -> None:
     models = results("solvers")["models"]
     runs = {
         "s3": ("word_problem_s3", 64),

@@ -348,7 +348,7 @@ def test_the_flops_of_the_explicit_twins():
         assert "at 0.3 times the FLOPs" in text  # where the pages compare models at equal tokens
 
 
-def test_tables_of_one_gpu():
+def test_the_tables_of_one_gpu_equal_the_results():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     table = program("gpu_table")
     assert table.BEGIN in text
@@ -381,7 +381,7 @@ def test_scaling_table_of_several_gpus():
     assert f"{two} on two GPUs and {four} on four".replace("%", " %") in CLUSTER
 
 
-def test_the_time_of_a_save():
+def test_the_time_of_a_save_equals_the_result():
     (row,) = results("checkpointing")["rows"]
     first, *later = row["staging_seconds"]
     page = words("docs/training.md")
@@ -395,7 +395,7 @@ def test_losses_of_a_killed_and_resumed_run():
     assert f"differ by {found['whole']:.0e}".replace("e-0", "e-") in CLUSTER
 
 
-def test_search_overhead_on_the_cpu():
+def test_the_search_overhead_on_the_cpu_equals_the_result():
     llama, mamba2 = results("driver_cpu")["rows"]
     messages = [
         f"{row[f'overhead_{scope}_percent']:.1f} %"
@@ -405,7 +405,7 @@ def test_search_overhead_on_the_cpu():
     assert f"llama {messages[0]} (rows), {messages[1]} (tokens); mamba2 {messages[2]}, {messages[3]}" in NOTES
 
 
-def test_demo_table():
+def test_the_demo_table_equals_the_results():
     first = results("demo")["rows"][0]
     for implicit, explicit in zip(
         first["implicit"]["evaluation"], first["explicit"]["evaluation"], strict=True
@@ -427,7 +427,7 @@ def test_word_problems_generated_per_second():
             assert f"{row['problem'].replace(' x EABX', ' × monoid')} {thousands(rate)}" in NOTES, row  # noqa: RUF001  # as the notes have it
 
 
-def test_scan_on_the_cpu():
+def test_the_scan_times_on_the_cpu_equal_the_results():
     found = results("ssd_cpu")["comparisons"][0]["candidates"]
     ours = found["implicit_blocks"]["both_ms"]
     other = [found[f"transformers, chunk {size}"] for size in (256, 64)]

@@ -36,7 +36,7 @@ def start(f):
 
 
 def path(f, calls):
-    """Return the points after each call, of which the first is the start, without any search."""
+    """Return the start and the points after each call, without a search."""
     points = [start(f)]
     for _ in range(calls):
         points.append(f(points[-1]))

@@ -54,5 +54,5 @@ def _is_ours(error: BaseException) -> bool:
 
 @pytest.fixture
 def is_ours() -> Callable[[BaseException], bool]:
-    """Return the function that tells errors of this project from others."""
+    """Return the function that recognizes errors raised by this project."""
     return _is_ours

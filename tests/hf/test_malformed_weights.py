@@ -257,7 +257,7 @@ def test_a_full_disk_is_reported(tmp_path, error):
 
 
 @pytest.mark.parametrize("to", ["transformers", "published"])
-def test_converting_to_a_full_disk(folder, to, capsys):
+def test_converting_to_a_full_disk_leaves_no_folder(folder, to, capsys):
     """A file size limit of 2 KB acts like a full disk for every writer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))

@@ -115,7 +115,7 @@ def test_the_explicit_twin_and_the_start_have_equal_logits(name, tmp_path):
 
 @pytest.mark.parametrize("weight_norm", [True, False])
 def test_an_initialized_model_trains(weight_norm, tmp_path):
-    """Rows of zeros, as in pruned or padded models, have no direction."""
+    """Zero rows, as in pruned or padded models, have no direction."""
     model = ordinary_model("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight[3] = 0

@@ -35,7 +35,7 @@ def tile_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("tile_bytes")
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
-def test_agrees_with_conv1d(shape: tuple[int, int, int, int], activation: str | None) -> None:
+def test_the_convolution_equals_conv1d(shape: tuple[int, int, int, int], activation: str | None) -> None:
     x, weight, bias, tail = inputs = make(shape)
     y = causal_conv(x, weight, bias, tail_BWC=tail, activation=activation)
     expected = reference(x, weight, bias, tail)
@@ -105,7 +105,7 @@ def test_taps_stop_at_documents() -> None:
 
 @pytest.mark.usefixtures("tile_bytes")
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
-def test_gradcheck(documents: bool) -> None:
+def test_gradients_equal_finite_differences(documents: bool) -> None:
     inputs = make((2, 7, 3, 4))
     ids = torch.tensor([[0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 0]]) if documents else None
 
@@ -118,7 +118,7 @@ def test_gradcheck(documents: bool) -> None:
 
 # forward mode loads decompositions that torch itself still scripts
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_function_transforms() -> None:
+def test_function_transforms_differentiate_the_convolution() -> None:
     x, weight, bias, tail = (t.detach() for t in make((1, 5, 3, 4)))
 
     def convolve(x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def test_function_transforms() -> None:
     torch.testing.assert_close(torch.autograd.functional.jacobian(convolve, x), forward)
 
 
-def test_bfloat16_inputs() -> None:
+def test_bfloat16_inputs_give_the_rounded_result_of_float32() -> None:
     inputs = [t.detach().bfloat16() for t in make((2, 30, 8, 4))]
     x, weight, bias, tail = inputs
     y = causal_conv(x, weight, bias, tail_BWC=tail, activation="silu")
@@ -148,7 +148,7 @@ def test_tail_is_the_last_inputs(length: int) -> None:
     assert torch.equal(conv_tail(x, None, taps=4), torch.cat([torch.zeros_like(tail), x], 1)[:, -3:])
 
 
-def test_what_does_not_fit() -> None:
+def test_mismatched_shapes_and_unknown_activations_are_refused() -> None:
     x, weight, bias, tail = make((2, 5, 3, 4))
     with pytest.raises(ValueError, match="3 channels and the input 2"):
         causal_conv(x[..., :2], weight, bias)
@@ -158,14 +158,14 @@ def test_what_does_not_fit() -> None:
         causal_conv(x, weight, bias, activation="gelu")  # type: ignore[arg-type] # the point of the test
 
 
-def test_no_graph_break() -> None:
+def test_a_compiled_convolution_has_no_graph_break() -> None:
     inputs = make((1, 9, 3, 4))[:3]
     compiled = torch.compile(lambda *t: causal_conv(*t, activation="silu"), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), causal_conv(*inputs, activation="silu"))
 
 
 def test_the_tail_is_of_each_rows_last_real_inputs():
-    """Moved to the front: three, one and none of the window's tokens are real; the rest stood before it."""
+    """Three, one and none of the window's tokens are real, in front; the tail before it has the rest."""
     x, tail = torch.randn(3, 5, 4), torch.randn(3, 3, 4)
     count = torch.tensor([3, 1, 0])
     found = conv_tail(x, tail, taps=4, last_taps_BW=count[:, None] + torch.arange(3))

@@ -18,7 +18,7 @@ from implicit_blocks.weights.cache import WeightCache
 
 
 class Wrapped(nn.Module):
-    """As adapters wrap a layer."""
+    """Wraps a layer, as an adapter does."""
 
     def __init__(self, layer):
         super().__init__()
@@ -30,7 +30,7 @@ class Wrapped(nn.Module):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Stand in for the operator and note what it is given of the output projection."""
+    """Replace the operator; record the weights of the output projection that it receives."""
     given = []
 
     def mix(projected, u, *, sizes, return_state, out_weight_DI=None, out_bias_D=None, **others):
@@ -51,7 +51,7 @@ def asked(monkeypatch):
     return SimpleNamespace(given=given, mixer=mixer, run=lambda: mixer(z, None, None, context))
 
 
-def test_with_gradients_the_operator_takes_the_output_projection_along(asked):
+def test_the_operator_includes_the_output_projection_if_gradients_are_required(asked):
     mixer = asked.mixer
     with torch.no_grad():
         expected = asked.run()
@@ -63,14 +63,14 @@ def test_with_gradients_the_operator_takes_the_output_projection_along(asked):
     assert mixer.out_proj.weight.grad is not None
 
 
-def test_held_weights_are_those_of_the_operator(asked):
+def test_the_operator_receives_the_cached_weights(asked):
     cached = WeightCache(asked.mixer)
     with cached.activate():
         asked.run()
         assert asked.given[0] == asked.mixer.out_proj.cached
 
 
-def test_what_wraps_the_output_projection_is_called(asked):
+def test_a_wrapper_of_the_output_projection_is_called(asked):
     plain = asked.run().detach()
     asked.mixer.out_proj = Wrapped(asked.mixer.out_proj)
     torch.testing.assert_close(asked.run(), 2 * plain)
@@ -97,12 +97,12 @@ def test_hooks_of_the_output_projection_are_called(asked, kind):
 
 
 def unfused(mixer):
-    """Have the plain operators run on the fixture's window."""
+    """Let the plain operators accept the fixture's window."""
     mixer._scan = lambda gate, *_args, **_options: (mixer.out_proj(mixer.norm(gate)), None)
     mixer._project = lambda z, *_: (mixer.in_proj(z)[..., : mixer.d_inner], None, None)
 
 
-def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
+def test_a_hook_of_the_norm_selects_the_plain_operators(asked):
     called = []
     asked.mixer.norm.register_forward_hook(lambda *_: called.append(1))
     unfused(asked.mixer)
@@ -115,8 +115,8 @@ def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script:DeprecationWarning"
 )  # forward mode's own, at its first use
-def test_no_operator_where_no_kernel_can_be_differentiated(asked):
-    """Forward mode and ``torch.func`` go through the plain operators, as they do elsewhere."""
+def test_forward_mode_selects_the_plain_operators(asked):
+    """Forward mode and ``torch.func`` cannot differentiate the kernels."""
     unfused(asked.mixer)
     context = SimpleNamespace(plain=True, continues=False, u_rows_BL=None, order_BL=None, inverse_BL=None)
     z = torch.randn(2, 8, 32)
@@ -127,7 +127,7 @@ def test_no_operator_where_no_kernel_can_be_differentiated(asked):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
-def test_a_compiler_traces_it_whole(asked):
+def test_the_compiled_mixer_has_no_graph_break(asked):
     torch.compiler.reset()
     expected = asked.run().detach()
     asked.mixer.compile(backend="eager", fullgraph=True)
@@ -135,7 +135,7 @@ def test_a_compiler_traces_it_whole(asked):
     torch.compiler.reset()
 
 
-def test_rows_beyond_what_a_grid_counts_are_not_served():
+def test_rows_beyond_the_grid_limit_are_not_supported():
     few, many = (torch.empty(rows, 4, 8, dtype=torch.bfloat16, device="meta") for rows in (65_535, 65_536))
     assert mamba2_mix.suits(few)
     assert not mamba2_mix.suits(many)
@@ -146,8 +146,8 @@ def test_rows_beyond_what_a_grid_counts_are_not_served():
 
 
 @pytest.mark.parametrize("name", ["A_log", "D", "dt_bias", "conv.weight", "conv.bias", "norm.weight"])
-def test_parameters_with_strides_are_not_for_kernels(asked, name):
-    """Kernels know none: a parameter that was transposed or expanded gave other values, without a word."""
+def test_strided_parameters_select_the_plain_operators(asked, name):
+    """The kernels ignore strides: transposed or expanded parameters would silently give wrong values."""
     owner = asked.mixer.get_submodule(name.rpartition(".")[0])
     name = name.rpartition(".")[2]
     value = getattr(owner, name).detach()

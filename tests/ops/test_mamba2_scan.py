@@ -51,5 +51,5 @@ def test_a_walk_is_no_longer_than_32_bits_count(length, expected, monkeypatch):
         (64, sizes(width=24), False),
     ],
 )
-def test_what_is_a_short_sequence(length, shape, expected):
+def test_a_short_sequence_is_one_chunk(length, shape, expected):
     assert mamba2_mix._one_chunk(length, shape) is expected

@@ -89,14 +89,14 @@ def compare(values: Sequence[Tensor], references: Sequence[Tensor], tolerance: f
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_agrees_with_the_recurrence(shape: Shape, dtype: torch.dtype, backend: str) -> None:
+def test_the_scan_equals_the_recurrence(shape: Shape, dtype: torch.dtype, backend: str) -> None:
     inputs = make(shape, dtype)
     compare(evaluate(inputs, backend), evaluate(inputs, "recurrence"), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_starts_from_nothing(shape: Shape, backend: str) -> None:
+def test_the_default_initial_state_is_zero(shape: Shape, backend: str) -> None:
     inputs = make(shape, torch.float64, state=False)
     compare(evaluate(inputs, backend), evaluate(inputs, "recurrence"), 1e-10)
 
@@ -104,7 +104,7 @@ def test_starts_from_nothing(shape: Shape, backend: str) -> None:
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("earlier", [None, 0, -1], ids=["first-token's", "same", "another"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_cuts_at_documents(shape: Shape, earlier: int | None, backend: str) -> None:
+def test_a_new_document_resets_the_state(shape: Shape, earlier: int | None, backend: str) -> None:
     inputs = make(shape, torch.float64)
     options = {
         "documents_BL": make_documents(shape),
@@ -180,7 +180,7 @@ def test_windows_carry_the_state(window: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_strided_inputs(backend: str) -> None:
+def test_strided_inputs_give_the_same_result(backend: str) -> None:
     """The mixer's inputs are slices of one projection, not contiguous."""
     B, L, H, P, N = 2, 70, 4, 8, 16
     joint = torch.randn(B, L, H * P + 2 * N, dtype=torch.float64, requires_grad=True)
@@ -195,7 +195,7 @@ def test_strided_inputs(backend: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 11])
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
-def test_gradcheck(length: int, documents: bool) -> None:
+def test_gradients_equal_finite_differences(length: int, documents: bool) -> None:
     shape = Shape(2, length, 2, 3, 2, G=2)
     inputs = make(shape, torch.float64)
     ids = make_documents(shape) if documents else None
@@ -213,7 +213,7 @@ def test_gradcheck(length: int, documents: bool) -> None:
     assert torch.autograd.gradcheck(scan, inputs)
 
 
-def test_second_derivatives() -> None:
+def test_second_derivatives_equal_finite_differences() -> None:
     inputs = make(Shape(1, 7, 2, 2, 2), torch.float64)
 
     def scan(*tensors: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def test_second_derivatives() -> None:
 # forward mode loads decompositions that torch itself still scripts
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("length", [1, 9])
-def test_function_transforms(length: int) -> None:
+def test_function_transforms_differentiate_the_scan(length: int) -> None:
     x, dt, A, B, C, h = (t.detach() for t in make(Shape(1, length, 2, 3, 4), torch.float64))
 
     def scan(x: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def test_function_transforms(length: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 80])
 @pytest.mark.parametrize("backend", [b.name for b in SSD.backends if not b.package])
-def test_bfloat16_inputs(backend: str, length: int) -> None:
+def test_bfloat16_inputs_give_the_rounded_result_of_float32(backend: str, length: int) -> None:
     """The result is that of the rounded inputs in float32: only y is rounded."""
     inputs = make(Shape(2, length, 4, 8, 16), torch.float32)
     narrow = [t.detach().bfloat16().requires_grad_() for t in inputs]
@@ -260,7 +260,7 @@ def test_autocast_does_not_narrow_the_sums() -> None:
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dt_scale", [0.0, 1e-6, 3.0, 1e3, 1e30], ids=lambda s: f"dt{s:g}")
-def test_extreme_step_sizes(dt_scale: float, backend: str) -> None:
+def test_extreme_step_sizes_give_finite_and_accurate_values(dt_scale: float, backend: str) -> None:
     """Where decays underflow at once, nothing becomes NaN, and weak decays beside them keep their digits."""
     inputs = make(Shape(2, 100, 4, 8, 16), torch.float32, dt_scale=1.0)
     with torch.no_grad():
@@ -305,7 +305,9 @@ def test_zero_step_leaves_the_state(length: int, backend: str) -> None:
     state=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_shape(shape: Shape, chunk_size: int, documents: bool, state: bool, seed: int) -> None:
+def test_the_scan_equals_the_recurrence_for_random_shapes(
+    shape: Shape, chunk_size: int, documents: bool, state: bool, seed: int
+) -> None:
     inputs = make(shape, torch.float64, seed=seed, state=state)
     options = {
         "documents_BL": make_documents(shape, seed=seed) if documents else None,
@@ -315,7 +317,7 @@ def test_any_shape(shape: Shape, chunk_size: int, documents: bool, state: bool, 
 
 
 def test_rows_do_not_depend_on_their_mates() -> None:
-    """Neither on their number, nor on what stands in them, NaN included."""
+    """The number of other rows and their values, NaN included, have no effect."""
     inputs = [t.detach() for t in make(Shape(37, 40, 4, 32, 16), torch.float32)]
     whole, h_whole = ssd(*inputs[:5], initial_state_BHPN=inputs[5], return_final_state=True)
     spoilt = [t.clone() for t in inputs]
@@ -360,7 +362,7 @@ def test_memory_is_linear_in_length(backend: str) -> None:
     assert largest_8 <= 8.1 * largest
 
 
-def test_unknown_backend() -> None:
+def test_an_unknown_backend_is_refused() -> None:
     inputs = make(Shape(1, 3, 2, 4, 8), torch.float32, state=False)
     with pytest.raises(ValueError, match=r"'cuda-magic'.*torch.*recurrence"):
         ssd(*inputs, backend="cuda-magic")
@@ -384,7 +386,7 @@ def test_shapes_that_do_not_fit() -> None:
         ssd(x, dt, A, B, C[..., :4])
 
 
-def test_backends_keep_the_gradients_asked_for() -> None:
+def test_backends_return_the_required_gradients() -> None:
     """Any subset of inputs may need gradients."""
     shape = Shape(1, 20, 2, 4, 8)
     for needed in itertools.combinations(range(6), 2):
@@ -398,14 +400,14 @@ def test_backends_keep_the_gradients_asked_for() -> None:
         compare(found[0], found[1], 1e-10)
 
 
-def test_no_graph_break() -> None:
+def test_a_compiled_scan_has_no_graph_break() -> None:
     inputs = make(Shape(1, 20, 2, 4, 8), torch.float32)
     compiled = torch.compile(lambda *t: ssd(*t, chunk_size=8)[0], backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs[:5]), ssd(*inputs[:5])[0])
 
 
 @pytest.mark.parametrize("length", [1, 70])
-def test_shapes_without_values(length: int) -> None:
+def test_the_meta_device_gives_the_shapes(length: int) -> None:
     """On the meta device, for counting operations and memory."""
     inputs = [t.detach().to("meta").requires_grad_() for t in make(Shape(2, length, 4, 8, 16), torch.float32)]
     y, h = ssd(*inputs[:5], initial_state_BHPN=inputs[5], return_final_state=True)

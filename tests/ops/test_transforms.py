@@ -21,7 +21,7 @@ def test_autocast_is_left_out_where_there_is_some():
 
 
 def test_a_compiler_traces_it_whole():
-    """With warnings as errors: a function of torch's that can't be traced is one."""
+    """Warnings are errors, such as torch's warning of a function that cannot be traced."""
     x = torch.randn(4, 4)
     compiled = torch.compile(product, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), product(x))

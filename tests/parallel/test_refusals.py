@@ -21,7 +21,7 @@ from trainer.distributed.tensor_parts import TensorParts
 
 
 class FirstOfTwo:
-    """A process group, as far as it is asked for sizes."""
+    """Replaces a process group; it only has sizes."""
 
     def rank(self) -> int:
         return 0

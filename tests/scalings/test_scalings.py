@@ -80,7 +80,7 @@ def test_the_parameters_are_vectors_with_the_documented_names(name, parameters):
     assert SCALINGS[name].parameter_count(4) == 4 * len(parameters)
 
 
-def test_only_none_is_plain():
+def test_only_the_scaling_none_is_declared_plain():
     assert [name for name, spec in SCALINGS.items() if spec.plain] == ["none"]
 
 

@@ -197,7 +197,7 @@ def test_evaluation_is_in_full_precision():
         assert torch.equal(model(tokens()).logits, expected)
 
 
-def test_full_precision_returns():
+def test_quantize_search_none_restores_full_precision():
     model = built("attention")
     expected, _ = step(model)
     model.quantize_search()
@@ -229,7 +229,7 @@ def test_a_bound_map_without_approximation_searches_in_one_stage():
     assert found.converged.all()
 
 
-def test_reports_are_unchanged():
+def test_a_report_without_a_search_makes_no_calls():
     f = contraction()
     find = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-5, max_iterations=60))
     goal = f.goal

@@ -74,7 +74,7 @@ class Address:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> Reply:
-        """Send one request as it is."""
+        """Send one request."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         with contextlib.closing(connection):
             connection.request(method, path, body, headers or {})
@@ -86,7 +86,7 @@ class Address:
         return self.request("POST", path, sent, {"Content-Type": "application/json", **headers})
 
     def complete(self, prompt: Any, **fields: Any) -> Reply:
-        """Request a completion, greedy unless told otherwise."""
+        """Request a completion, greedy by default."""
         given = {"model": self.name, "prompt": prompt, "temperature": 0}
         return self.post("/v1/completions", given | fields)
 
@@ -95,7 +95,7 @@ class Address:
         return all(text is None for text in self.worker.decoder.texts)
 
     def idle(self) -> bool:
-        """Wait until no text is left; return whether that was so within seconds."""
+        """Wait until the decoder has no text; return whether this took less than the time limit."""
         ends = time.monotonic() + 20
         while time.monotonic() < ends:
             if self.is_idle():
@@ -246,7 +246,7 @@ def byte_model(kind: str = "mamba2", **changes: Any) -> Any:
 
 
 class Gate:
-    """A decoder's ``step`` that can be held, made to fail at certain calls, or slowed down."""
+    """A decoder's ``step`` that can be paused, made to fail at certain calls, or slowed down."""
 
     def __init__(self, model: Any, *, slots: int = 2, seconds: float = 0.0) -> None:
         self.model, self.slots, self.seconds = model, slots, seconds
@@ -279,13 +279,13 @@ class Gate:
 
 @pytest.fixture
 def gate(model: Any) -> Gate:
-    """Return a decoder that can be held."""
+    """Return a decoder that can be paused."""
     return Gate(model)
 
 
 @pytest.fixture
 def slow(model: Any) -> Gate:
-    """Return a decoder that can be held, with a pause of 2 ms per step."""
+    """Return a decoder that can be paused, with a delay of 2 ms per step."""
     return Gate(model, slots=4, seconds=0.002)
 
 

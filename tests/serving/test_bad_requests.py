@@ -251,7 +251,7 @@ def mutated(random: random.Random, endpoint: Endpoint) -> bytes:
 
 
 def right(endpoint: Endpoint, sent: dict[str, Any], received: bytes, expected: list[Any]) -> bool:
-    """Return whether an answer is complete, and the expected one where the request is the usual one."""
+    """Return whether an answer is complete and, for the unchanged request, equal to the expected one."""
     if sent.get("stream"):
         return received.endswith(b"data: [DONE]\n\n") and b'"error"' not in received
     found = endpoint.read(json.loads(received))

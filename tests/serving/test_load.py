@@ -137,7 +137,7 @@ def test_texts_of_many_streams_are_those_of_generate(model, start):
 
 
 class Counter:
-    """Stands for a decoder that makes the tokens 0, 1, … of one text, one per step."""
+    """Replaces a decoder: it makes the tokens 0, 1, … of one text, one per step."""
 
     accepts_limits = False
 
@@ -215,7 +215,7 @@ def test_a_busy_receiver_does_not_stop_the_worker_and_loses_nothing():
 
 
 class Silent:
-    """A link that leads nowhere."""
+    """A link without a receiver."""
 
     async def start(self, receive: Any, lost: Any) -> None:
         """Do nothing."""

@@ -107,7 +107,7 @@ def test_a_run_without_a_checkpoint_is_refused(run, tmp_path):
     ],
     ids=["no source", "no key", "no host", "no port", "no length", "no tokenizer", "no device"],
 )
-def test_what_cannot_be_served_is_named_before_the_server_starts(run, capsys, arguments, message):
+def test_invalid_requests_are_reported_before_the_server_starts(run, capsys, arguments, message):
     given = [str(run) if argument == "RUN" else argument for argument in arguments]
     port = [] if "--port" in given else ["--port", "0"]
     assert main(["serve", *given, *port]) == 2

@@ -54,7 +54,7 @@ def metric(server: Any, name: str) -> float:
 
 
 def wait_for(condition: Any, seconds: float = 20) -> bool:
-    """Wait until a condition holds; return whether it did within seconds."""
+    """Wait for a condition; return whether it became true within the time limit."""
     ends = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > ends:

@@ -271,7 +271,7 @@ class TestTwins:
         [phase] = load_spec(write("y.yaml", text)).phase_specs()
         assert (phase.name, phase.training.max_grad_norm) == ("only", 0.5)
 
-    def test_switching_back_to_the_implicit_model(self, write: Write) -> None:
+    def test_switching_back_to_an_implicit_model_restores_its_defaults(self, write: Write) -> None:
         write("x.yaml", SMALL)
         write("y.yaml", "extends: x\nmodel: {kind: explicit_lm}")
         spec = load_spec(write("z.yaml", "extends: y\nmodel: {kind: implicit_lm}"))
@@ -279,7 +279,7 @@ class TestTwins:
 
 
 class TestOverrides:
-    def test_the_readmes_example(self, write: Write) -> None:
+    def test_the_overrides_of_the_readme_are_applied(self, write: Write) -> None:
         spec = load_spec(
             write("x.yaml", SMALL),
             [

@@ -82,7 +82,7 @@ def schemas() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _valid(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> bool:
-    """Validate by the part of JSON schema that ours uses."""
+    """Validate by the part of JSON schema that these schemas use."""
     if "$ref" in schema:
         return _valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
     if "oneOf" in schema:

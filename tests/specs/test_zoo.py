@@ -100,7 +100,7 @@ def test_the_phases_are_bounded_and_free(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padded_vocabulary_sizes(name: str) -> None:
+def test_padded_vocabulary_sizes_equal_the_published_ones(name: str) -> None:
     padded = {suffix: load_spec(name + suffix).model.padded_vocab_size for suffix in ("", "_explicit")}
     own = 50288 if name.startswith("mamba2") else 50277
     assert padded == {"": own, "_explicit": 50277 if name == "mamba2_130m" else own}

@@ -49,7 +49,7 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
 
 @pytest.fixture(scope="session")
 def small() -> Callable[..., RunSpec]:
-    """Return a maker of small run specs: ``small({"training.max_steps": 12})``."""
+    """Return a function that makes small run specs: ``small({"training.max_steps": 12})``."""
 
     def make(changes: Mapping[str, Any] | None = None) -> RunSpec:
         tree = deepcopy(SMALL)
@@ -86,7 +86,7 @@ class ForkServer:
         return self._ask({"arguments": list(arguments), "log": str(log), **order})
 
     def wait(self, pid: int, *, seconds: float = 300.0) -> int:
-        """Return the exit code of a run once it has ended, negative for a signal; -1000 where it does not."""
+        """Wait for a run and return its exit code: negative for a signal, -1000 if it does not end."""
         return self._ask({"wait": pid, "seconds": seconds})
 
     def run(self, arguments: Sequence[str], *, log: Path, **order: Any) -> int:
@@ -119,7 +119,7 @@ class ForkServer:
         ]
 
     def wait_for_all(self, pids: Sequence[int]) -> list[int]:
-        """Return the exit codes of all ranks; one that outlives another's death too long is killed."""
+        """Return the exit codes of all ranks; ranks that outlive another one too long are killed."""
         codes = {pid: self.wait(pid, seconds=0.0) for pid in pids}
         while any(code == -1000 for code in codes.values()):
             failed = any(code not in (0, -1000) for code in codes.values())

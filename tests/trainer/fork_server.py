@@ -31,7 +31,7 @@ from typing import Any
 
 
 class Events:
-    """Counts what happens, and strikes at a given number."""
+    """Counts events; kills the process or fills the disk at a given one."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.count = 0
@@ -129,7 +129,7 @@ def child(order: dict[str, Any]) -> None:
 
 
 def import_everything() -> None:
-    """Import what runs need, and what they import only when they come to it; start no thread."""
+    """Import all modules that runs need, also those that they import lazily; start no thread."""
     import torch
     import torch.distributed.checkpoint  # the same
 

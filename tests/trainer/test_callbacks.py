@@ -26,7 +26,7 @@ Small = Callable[..., RunSpec]
 
 
 class SpySpec(CallbackSpec):
-    """Note every event; fail at one."""
+    """Record every event; fail at one of them."""
 
     kind: Literal["spy"] = "spy"
     fail_in: str = ""
@@ -52,7 +52,7 @@ class Spy(Callback):
 
 
 class NoCallbackSpec(CallbackSpec):
-    """Built as something else."""
+    """A spec whose builder returns no callback."""
 
     kind: Literal["no_callback"] = "no_callback"
 
@@ -185,7 +185,7 @@ def test_a_builder_that_returns_no_callback_is_refused_before_writing(small: Sma
 
 
 def test_a_run_of_one_step_is_plotted(small: Small, tmp_path: Path) -> None:
-    """Its phases have no room to be named in; a warning would be an error here."""
+    """The phases are too short for labels; a warning of matplotlib would be an error here."""
     stop = {"kind": "stop_when", "value": "loss", "above": 0.0}
     phases = [{"name": "bounded", "until": 1}, {"name": "free"}]
     summary = build(small({"callbacks": [stop], "phases": phases}), output=tmp_path, device="cpu").train()

@@ -247,7 +247,7 @@ def test_another_model_is_refused_before_anything_is_loaded(
 def test_training_continues_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is what the weights were when the save began; a second save waits for the first."""
+    """A save writes the weights of the moment when it began; a second save waits for the first."""
     from torch.distributed.checkpoint import filesystem
 
     seed_everything(0)

@@ -50,7 +50,7 @@ def losses(folder: Path) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that was never interrupted."""
+    """Return the folder of an uninterrupted run."""
     folder: Path = tmp_path_factory.mktemp("growing") / "run"
     build(small(GROWING), output=folder, device="cpu").train()
     return folder

@@ -37,7 +37,7 @@ class Searched:
 
 
 class Echo(nn.Module):
-    """Answers each token with itself; iterates as often as its position says, and gives up after 4."""
+    """Predicts each token itself; token t takes t iterations, and tokens after the fourth do not converge."""
 
     def __init__(self, *, by_token: bool = True, implicit: bool = True) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_iterations_by_position_need_counts_per_token() -> None:
 
 
 def test_metrics_of_unscored_sets_are_nan() -> None:
-    """The loss was 0 and the perplexity 1."""
+    """An earlier version reported a loss of 0 and a perplexity of 1."""
 
     class Unscored(Fixed):
         def batch(self, position: int, count: int) -> Batch:
@@ -226,7 +226,7 @@ def test_a_perplexity_too_large_for_a_float_is_infinite() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
 def test_every_rank_makes_the_same_number_of_calls(batch_size: int, world_size: int) -> None:
-    """Or, where the model communicates when it is called, one would wait for ever for another's call."""
+    """Otherwise a model that communicates in its calls would wait forever for the call of another rank."""
 
     class Numbers:
         length = 1

@@ -197,7 +197,7 @@ def test_other_export_mistakes_are_reported(
 
 
 def test_a_model_is_exported_as_the_last_phase_leaves_it(small: Small, tmp_path: Path) -> None:
-    """As ``load_model`` makes it: a search to another tolerance would be another model."""
+    """The model equals that of ``load_model``; with another tolerance it would be a different function."""
     last = {"name": "tight", "model": {"at_evaluation": {"stopping": {"tolerance": 1e-5}}}}
     spec = small({"phases": [{"name": "loose", "until": 1}, last]})
     place = tmp_path / "spec.yaml"

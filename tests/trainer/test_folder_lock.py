@@ -86,7 +86,7 @@ def test_an_earlier_holder_is_not_named(tmp_path: Path) -> None:
     assert path.read_text().count("process") == path.read_text().count("\n") == 1
 
 
-def test_waiting_for_a_lock(tmp_path: Path) -> None:
+def test_a_process_waits_for_a_lock(tmp_path: Path) -> None:
     first, order = FolderLock(tmp_path / ".lock"), list[str]()
 
     def wait() -> None:
@@ -148,10 +148,10 @@ def test_a_run_that_could_not_be_built_releases_its_lock(
     FolderLock(folder / ".lock").release()
 
 
-def test_two_new_runs_in_one_folder(
+def test_only_one_of_two_new_runs_gets_a_folder(
     tmp_path: Path, small: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both found it free; one of them is first."""
+    """Both runs find the folder unused; the first one to claim it gets it."""
     from trainer.run import build as module
 
     folder, spec = tmp_path / "run", small()

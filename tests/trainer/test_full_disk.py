@@ -75,7 +75,7 @@ def test_a_full_disk_of_one_rank_is_reported_by_all(tmp_path: Path, forks: Any) 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
-    """Mount a disk of a megabyte, and give what makes it larger; or skip, saying so."""
+    """Mount a disk of one megabyte and return a function that enlarges it, or skip the test."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(

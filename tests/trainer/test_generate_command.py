@@ -30,7 +30,7 @@ def run(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def book(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run on text, beside whose tokens stands their tokenizer."""
+    """Return a run on text whose token folder contains the tokenizer."""
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     place = tmp_path_factory.mktemp("words")
     for name, times in (("train.txt", 60), ("held-out.txt", 20)):
@@ -63,7 +63,7 @@ def test_options_reach_the_sampler(run: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints/step-00000001"], ids=["run", "checkpoint"])
-def test_text_by_the_tokenizer_beside_the_data(
+def test_text_is_encoded_by_the_tokenizer_beside_the_data(
     book: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
@@ -75,7 +75,7 @@ def test_text_by_the_tokenizer_beside_the_data(
 
 @pytest.fixture(scope="module")
 def of_bytes(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run on bytes, which have no file of a tokenizer."""
+    """Return a run on bytes, for which there is no tokenizer file."""
     place = tmp_path_factory.mktemp("bytes")
     (place / "text.txt").write_text("the cat sat on the mat. " * 60)
     command = [str(place / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]

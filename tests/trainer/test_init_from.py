@@ -100,7 +100,7 @@ def test_weights_of_a_run_are_read_without_transformers(
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "export", "plain", "file"])
-def test_weights_in_other_forms(
+def test_weights_are_read_from_exports_and_files(
     bounded: Path, small: Small, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = last(bounded)

@@ -35,7 +35,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, forks: Any) -> Path:
-    """Return the folder of a run that was never interrupted, beside the number of its events."""
+    """Return the folder of an uninterrupted run, and the number of its events."""
     folder: Path = tmp_path_factory.mktemp("whole") / "run"
     log, count = folder.with_name("log"), folder.with_name("count")
     assert forks.run(arguments(folder), log=log, count=str(count)) == 0, log.read_text()

@@ -135,7 +135,7 @@ def test_a_pipe_does_not_make_the_trainer_wait(prepared: Path, capsys: pytest.Ca
 
 
 def test_a_hard_linked_file_is_copied_before_it_is_truncated(tmp_path: Path) -> None:
-    """As in a backup of hard links: what is resumed here leaves the backup alone."""
+    """Resuming a run whose files are hard links, as of a backup, does not change the linked files."""
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(*({"step": step, "text": "x" * 9000} for step in range(1, 6)))
     file.close()

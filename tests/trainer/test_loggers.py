@@ -51,7 +51,7 @@ def test_tensorboard_writes_every_n_steps() -> None:
 
 
 class FakeWandb:
-    """As much of wandb as is used."""
+    """Replaces the part of wandb that the callback uses."""
 
     def __init__(self) -> None:
         self.inits: list[dict[str, Any]] = []

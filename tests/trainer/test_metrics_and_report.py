@@ -202,7 +202,7 @@ def legends(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[
 
 
 def test_runs_with_one_name_have_different_legends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of one spec, in folders whose last parts may be equal too."""
+    """Two runs of one spec, in folders whose names may be equal too."""
     for names in (("one", "two"), ("a/run", "b/run")):
         runs = [fake_run(tmp_path / name, name="digits", implicit=True) for name in names]
         accuracy, iterations, loss = legends(monkeypatch, list(map(str, runs)))
@@ -238,7 +238,7 @@ def test_every_run_has_its_own_color(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_each_line_of_perplexities_is_of_one_kind_of_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mixture's sources are lines of their own; of tasks, the set of all together is drawn."""
+    """Each source of a mixture has a line; of sets per task only the set of all tasks is drawn."""
     summary = json.loads(
         (fake_run(tmp_path / "run", name="run", implicit=True, task="mixture") / "summary.json").read_text()
     )
@@ -264,7 +264,7 @@ def test_an_unevaluated_training_length_has_no_mark(tmp_path: Path) -> None:
 
 
 def test_rounding_keeps_significant_digits() -> None:
-    """Residuals of 1e-9 and learning rates of 1e-6 are not 0."""
+    """Residuals of 1e-9 and learning rates of 1e-6 are not rounded to 0."""
     assert rounded(1.23456789e-9) == 1.23457e-9
     assert rounded(123456789.0) == 123457000.0
     assert rounded(-0.00012345, 2) == -0.00012
@@ -291,7 +291,7 @@ def test_a_report_that_cannot_be_written_is_refused(
 
 
 def test_the_eta_follows_the_pace_of_the_latest_steps() -> None:
-    """A slow first step is forgotten, and so is an earlier phase of another pace."""
+    """The estimate ignores a slow first step and the speed of earlier phases."""
     from trainer.reporting.display import Pace
 
     pace, now = Pace(total=400), 100.0

@@ -26,7 +26,7 @@ Small = Callable[..., RunSpec]
 
 @pytest.fixture
 def infinite_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Make the norm of the gradient infinite at given steps, and the gradients too."""
+    """Make the gradients and their norm infinite at given steps."""
 
     def make(*steps: int) -> None:
         clip, calls = Layout.clip, iter(range(1, 10**6))
@@ -108,7 +108,7 @@ def test_only_consecutive_skips_are_limited(
 
 
 class MeanOfNone(torch.nn.Module):
-    """A model whose loss is no number where nothing is scored, as those of transformers."""
+    """A model whose loss is NaN without labels, like those of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class MeanOfNone(torch.nn.Module):
 
 
 class OneOfTwo(Ranks):
-    """A rank whose other one has four labels and the same gradients."""
+    """One of two ranks; the other rank has four labels and the same gradients."""
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         return [number + 4.0 for number in numbers]

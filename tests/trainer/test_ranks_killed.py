@@ -80,7 +80,7 @@ def test_twenty_kills_of_one_of_two_ranks(tmp_path: Path, forks: Any, layout: st
 
 
 def test_ranks_with_different_stop_at_are_refused(tmp_path: Path, forks: Any) -> None:
-    """The one that goes on would wait for the other without end."""
+    """Otherwise the surviving rank would wait for the other one forever."""
     folder, log = tmp_path / "run", tmp_path / "log"
     stops = {0: ["--stop-at=1"], 1: ["--stop-at=2"]}
     assert forks.run_ranks(2, arguments(folder), log=log, more=stops) == [2, 2], log.read_text()
@@ -108,7 +108,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, forks: 
 
 
 def test_from_one_rank_to_two_to_four_each_sample_is_seen_once(tmp_path: Path, forks: Any) -> None:
-    """The global batches are those of a run on one rank, so the losses are too, but for rounding."""
+    """The global batches equal those of a run on one rank, so the losses are equal up to rounding."""
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     same = ("model.dropout=0", "training.max_steps=6")  # dropout would be drawn anew by other ranks
     assert forks.run(arguments(whole, *same), log=log) == 0, log.read_text()

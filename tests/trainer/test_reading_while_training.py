@@ -71,7 +71,7 @@ def test_a_run_that_keeps_one_checkpoint_can_be_read_at_any_moment(run: Path) ->
 
 @pytest.mark.parametrize("moment", ["listed", "checked", "half removed"])
 def test_a_checkpoint_that_is_removed_while_it_is_read(run: Path, moment: str) -> None:
-    """At each moment: the next checkpoint comes, and the one that is being read is removed."""
+    """The next checkpoint is written, and the one that is being read is removed, at any moment."""
     folder = run / "checkpoints"
     first, second = folder / step_name(1), folder / step_name(2)
     seen: list[str] = []

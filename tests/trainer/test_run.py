@@ -51,7 +51,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that was never interrupted."""
+    """Return the folder of an uninterrupted run."""
     folder: Path = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("trainer.run.build.draw", draw)  # other tests of this module do without the picture
@@ -384,7 +384,7 @@ def test_a_change_of_a_finished_run_is_refused_or_does_not_change_its_spec(
 
 
 def test_a_resumed_run_may_end_at_its_checkpoint(small: Small, tmp_path: Path) -> None:
-    """Its end is changed, so its spec is, though nothing is left to train."""
+    """An earlier end changes the spec, and no step remains to be trained."""
     folder = tmp_path / "run"
     assert build(small({"training.max_steps": 9}), output=folder, device="cpu").train(stop_at=4) is None
     assert build(small(), output=folder, device="cpu", resume=True).train() is not None
@@ -436,7 +436,7 @@ def test_the_spec_sets_how_many_checkpoints_are_kept(small: Small, tmp_path: Pat
     assert kept == ["step-00000003", "step-00000005"]
 
 
-def test_nothing_to_resume(small: Small, tmp_path: Path) -> None:
+def test_resuming_a_folder_without_a_run_is_refused(small: Small, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"holds no run \(spec.yaml is missing\)"):
         build(small(), output=tmp_path / "nowhere", device="cpu", resume=True)
 

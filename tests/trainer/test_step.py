@@ -16,7 +16,7 @@ from trainer.run.step import StepResult, _objective, _Tally, training_step
 
 
 class Table(nn.Module):
-    """Logits by token; the loss is ten times the mean over what is scored."""
+    """A table of logits per token; the loss is ten times the mean over the labels."""
 
     def __init__(self) -> None:
         super().__init__()

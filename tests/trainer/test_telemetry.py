@@ -61,7 +61,7 @@ def test_rows_with_fewer_loops_stay_in_the_batch() -> None:
 
 
 def test_executed_iterations_equal_the_calls_of_the_map(small: Small, tmp_path: Path) -> None:
-    """Counted in the model itself, sequence by sequence."""
+    """The expected iterations are counted in the model, one sequence at a time."""
     run = build(small({"model.stopping.max_iterations": 16}), output=tmp_path / "run", device="cpu")
     rows = 0
 

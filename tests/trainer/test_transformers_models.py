@@ -299,7 +299,7 @@ def test_layers_support_activation_checkpointing(architecture: str) -> None:
         torch.testing.assert_close(kept, kept_too)
 
 
-def test_nothing_can_be_reconfigured() -> None:
+def test_a_baseline_rejects_reconfiguration() -> None:
     model = model_of("llama")
     model.reconfigure(spec_of("llama"))
     with pytest.raises(ValueError, match="cannot be reconfigured"):

@@ -62,7 +62,7 @@ def stopped(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def seal(checkpoint: Path, **changes: object) -> None:
-    """Write the state as who prepares a checkpoint would: with the checksums of the files as they are."""
+    """Rewrite the state with the checksums of the current files, as an attacker would."""
     state = {key: value for key, value in read_json(checkpoint / "state.json").items() if key != "digest"}
     names = [file.name for file in checkpoint.iterdir() if file.name != "state.json"]
     state |= changes
@@ -74,7 +74,7 @@ def seal(checkpoint: Path, **changes: object) -> None:
 
 
 def with_index(run: Path, content: bytes) -> None:
-    """Give the checkpoint the index of format 2, a pickle."""
+    """Replace the index of the checkpoint by that of format 2, a pickle."""
     (checkpoint,) = (run / "checkpoints").iterdir()
     tensors = read_whole_tensors(checkpoint)
     for file in [*checkpoint.glob("*.distcp"), checkpoint / "tensors.json"]:
@@ -87,7 +87,7 @@ def with_index(run: Path, content: bytes) -> None:
 
 
 def with_tensors(run: Path, content: bytes) -> None:
-    """Replace the files of tensors, which the index leads to, by pickles."""
+    """Replace the tensor files of the index by pickles."""
     (checkpoint,) = (run / "checkpoints").iterdir()
     for file in checkpoint.glob("*.distcp"):
         file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
@@ -150,7 +150,7 @@ def test_a_prepared_checkpoint_runs_no_code(
 
 
 def test_a_run_with_a_pickled_index_is_resumed(stopped: Path, tmp_path: Path) -> None:
-    """As versions before format 3 left it."""
+    """The checkpoint is as versions before format 3 wrote it."""
     whole, old = (Path(shutil.copytree(stopped, tmp_path / name)) for name in ("whole", "old"))
     with_index(old, b"")
     for run in (whole, old):

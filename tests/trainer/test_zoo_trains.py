@@ -86,7 +86,9 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in zoo_names()])
-def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_spec_trains_two_steps(
+    name: str, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name not in DRAWN:
         monkeypatch.setattr("trainer.run.build.draw", lambda runs, path: None)
     spec: Any = load_spec(name)
@@ -175,7 +177,7 @@ def _has(model: Any, change: str) -> bool:
 def test_another_architecture_begins_with_what_the_baseline_extends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The baseline's own configuration would stay, and be another architecture's: as the zoo's file says."""
+    """Otherwise the baseline would keep the configuration of another architecture (see its zoo file)."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     another = ["--spec", "word_problem_s3_transformers", "model.architecture=gpt2", "--dry-run"]
     assert main(another) == 2

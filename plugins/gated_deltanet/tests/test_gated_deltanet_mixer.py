@@ -25,7 +25,7 @@ WALKED = GatedDeltaNetSpec(n_heads=2, head_dim=4, negative_eigenvalues=True, chu
 
 @pytest.mark.parametrize("contract", MIXER_CONTRACTS)
 @pytest.mark.parametrize("name", SPECS)
-def test_contract(name, contract):
+def test_the_mixer_satisfies_the_contract(name, contract):
     MIXER_CONTRACTS[contract](SPECS[name])
 
 
@@ -57,7 +57,7 @@ def test_only_negative_eigenvalues_make_beta_exceed_one(monkeypatch, mixer_input
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_trains_in_a_model(check_trains_in_a_model, precision):
+def test_a_model_with_the_mixer_trains(check_trains_in_a_model, precision):
     check_trains_in_a_model(GatedDeltaNetSpec(n_heads=2, head_dim=4), d_model=D_MODEL, precision=precision)
 
 

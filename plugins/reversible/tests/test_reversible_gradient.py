@@ -58,7 +58,7 @@ def series(jacobian: Tensor, *, steps: int, damping: float) -> Tensor:
     [(name, True) for name in GRADIENT_CONTRACTS]
     + [(name, False) for name in GRADIENT_CONTRACTS if name != "ddp"],
 )
-def test_contract(contract, search):
+def test_the_gradient_satisfies_the_contract(contract, search):
     spec = ReversibleGradientSpec(steps=6, damping=0.6, search=search)
 
     def oracle(jacobian: Tensor) -> Tensor:

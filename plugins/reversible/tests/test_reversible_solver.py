@@ -14,7 +14,7 @@ from implicit_blocks.testing import SOLVER_CONTRACTS
 
 @pytest.mark.parametrize("damping", [0.5, 0.8])
 @pytest.mark.parametrize("contract", SOLVER_CONTRACTS)
-def test_contract(contract, damping):
+def test_the_solver_satisfies_the_contract(contract, damping):
     SOLVER_CONTRACTS[contract](ReversibleSolverSpec(damping=damping))
 
 
@@ -45,7 +45,7 @@ def test_steps_can_be_undone(dtype):
         (3j, False),
     ],
 )
-def test_it_converges_if_its_roots_are_inside_the_unit_circle(eigenvalue, converges):
+def test_reversible_steps_converge_if_their_roots_are_inside_the_unit_circle(eigenvalue, converges):
     """``r² = (1 − β) + β λ r``; a complex eigenvalue is a rotation in the plane."""
     value = complex(eigenvalue)
     roots = torch.tensor([[0.5 * value, 0.5], [1.0, 0.0]], dtype=torch.complex128)

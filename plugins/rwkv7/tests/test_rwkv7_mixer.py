@@ -24,7 +24,7 @@ WALKED = RWKV7Spec(n_heads=2, head_dim=4, negative_eigenvalues=True, chunk_size=
 
 @pytest.mark.parametrize("contract", MIXER_CONTRACTS)
 @pytest.mark.parametrize("name", SPECS)
-def test_contract(name, contract):
+def test_the_mixer_satisfies_the_contract(name, contract):
     MIXER_CONTRACTS[contract](SPECS[name])
 
 
@@ -71,7 +71,7 @@ def test_the_previous_token_is_read_only_through_the_shift(mixer_inputs):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_trains_in_a_model(check_trains_in_a_model, precision):
+def test_a_model_with_the_mixer_trains(check_trains_in_a_model, precision):
     check_trains_in_a_model(RWKV7Spec(n_heads=2, head_dim=4), d_model=D_MODEL, precision=precision)
 
 

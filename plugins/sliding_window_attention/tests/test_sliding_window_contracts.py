@@ -20,7 +20,7 @@ SPECS = {
 @pytest.mark.parametrize("minimum_block", [1, 64], ids=["blocks", "dense"])
 @pytest.mark.parametrize("contract", MIXER_CONTRACTS)
 @pytest.mark.parametrize("name", SPECS)
-def test_contract(monkeypatch, name, contract, minimum_block):
+def test_the_mixer_satisfies_the_contract(monkeypatch, name, contract, minimum_block):
     monkeypatch.setattr(band, "MINIMUM_BLOCK", minimum_block)
     MIXER_CONTRACTS[contract](SPECS[name])
 

@@ -108,7 +108,7 @@ def test_cost_is_linear_in_length(mixer_inputs, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_trains_in_a_model(check_trains_in_a_model, precision):
+def test_a_model_with_the_mixer_trains(check_trains_in_a_model, precision):
     spec = SlidingWindowAttentionSpec(window=4, n_heads=4)
     check_trains_in_a_model(spec, d_model=D_MODEL, precision=precision)
 

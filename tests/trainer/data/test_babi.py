@@ -244,7 +244,7 @@ def test_a_run_reports_accuracy_per_task(folder, tmp_path):
 
 @pytest.mark.slow  # archives of a few stories are read by the tests above
 @pytest.mark.skipif(not REAL.exists(), reason="the bAbI archive is not beside the repository")
-def test_the_real_archive():
+def test_the_real_archive_has_the_expected_stories():
     stories = read_stories(REAL)
     assert {split: len(found) for split, found in stories.by_split.items()} == {
         "train": 54781,

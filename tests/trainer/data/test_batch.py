@@ -7,7 +7,7 @@ import torch
 from trainer.data.source import Batch
 
 
-def test_rows_and_context() -> None:
+def test_rows_of_a_batch_keep_their_labels_and_documents() -> None:
     numbers = torch.arange(12).view(4, 3)
     plain = Batch(inputs=numbers, labels=numbers + 1)
     assert (len(plain), plain.tokens, plain.context()) == (4, 12, {})

@@ -33,7 +33,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_order_identity_and_inverses(name: str) -> None:
+def test_groups_have_their_order_an_identity_and_inverses(name: str) -> None:
     g = group(name)
     index = np.arange(g.order)
     assert g.order == group_order(name) == ORDERS[name]
@@ -47,7 +47,7 @@ def test_order_identity_and_inverses(name: str) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(name=st.sampled_from(sorted(ORDERS)), data=st.data())
-def test_associativity(name: str, data: st.DataObject) -> None:
+def test_group_composition_is_associative(name: str, data: st.DataObject) -> None:
     g = group(name)
     a, b, c = (data.draw(st.integers(0, g.order - 1)) for _ in range(3))
     assert g.compose(g.compose(a, b), c) == g.compose(a, g.compose(b, c))
@@ -88,13 +88,13 @@ def test_the_last_factor_of_a_product_varies_fastest() -> None:
         ("S6xS3xZ2", r"more than 5040"),
     ],
 )
-def test_refuses_a_group(name: str, message: str) -> None:
+def test_unknown_groups_are_refused(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group(name)
 
 
 @pytest.mark.parametrize("name", ["EABX", "published"])
-def test_the_published_monoid(name: str) -> None:
+def test_the_published_monoid_has_its_table(name: str) -> None:
     m = monoid(name)
     assert m.order == 4
     assert m.identity == 0
@@ -138,7 +138,7 @@ def test_the_identity_of_a_monoid_may_have_any_index() -> None:
         ([[0, 1, 2], [1, 2, 0], [2, 1, 0]], r"not associative: \(1∘1\)∘1 is"),
     ],
 )
-def test_refuses_a_monoid(definition: object, message: str) -> None:
+def test_invalid_monoids_are_refused(definition: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         monoid(definition)  # type: ignore[arg-type]  # wrong on purpose
 
@@ -184,7 +184,7 @@ def test_a_group_given_by_table_equals_the_named_group() -> None:
         WordProblemSpec(group=5, seq_len=4)
 
 
-def test_imports_no_torch() -> None:
+def test_the_groups_import_no_torch() -> None:
     code = "import sys; import trainer.specs.groups; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

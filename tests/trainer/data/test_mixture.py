@@ -24,7 +24,7 @@ from trainer.specs.run import MixtureSpec
 def parts(
     tmp_path: Path, *, sizes: tuple[int, ...] = (101, 1001), weights: tuple[float, ...] = (1, 3)
 ) -> list[Part]:
-    """Make sources whose tokens are numbered through, those of the second from 10 000 on, and so on."""
+    """Return sources of consecutive token IDs: the first from 0 on, the second from 10 000 on, and so on."""
     made = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         path = tmp_path / f"{number}.bin"
@@ -90,7 +90,7 @@ def test_positions_of_a_source_continue_across_blocks(tmp_path: Path) -> None:
     assert mixture.epochs(0) == {"part0": 0.0, "part1": 0.0, "part2": 0.0}
 
 
-def test_apportionment_by_largest_remainders() -> None:
+def test_rows_are_apportioned_by_largest_remainders() -> None:
     assert apportion([2.0]) == [BLOCK]
     assert apportion([1, 1, 1]) == [21846, 21845, 21845]
     assert apportion([1, 2, 6]) == [7282, 14563, 43691]  # 7281.8, 14563.6, 43690.7: the largest rests first
@@ -111,7 +111,7 @@ def section(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     return {"kind": "mixture", "seq_len": 10, "sources": sources, **changes}
 
 
-def test_specs(tmp_path: Path) -> None:
+def test_a_spec_builds_sources_with_their_own_seeds(tmp_path: Path) -> None:
     spec = MixtureSpec.model_validate(section(tmp_path))
     assert [source.data.seq_len for source in spec.sources] == [10, 10]
     assert spec.names == ("small", "source1")
@@ -126,7 +126,9 @@ def test_specs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight", [0, -1])
-def test_refuses_a_weight(tmp_path: Path, weight: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_are_not_positive_are_refused(
+    tmp_path: Path, weight: float, capsys: pytest.CaptureFixture[str]
+) -> None:
     value = section(tmp_path)
     value["sources"][0]["weight"] = weight
     with pytest.raises(SpecError, match="weight must be positive"):

@@ -10,7 +10,7 @@ from trainer.data.permutation import permute
 
 @settings(deadline=None, max_examples=100)
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
-def test_is_a_bijection(n: int, seed: int, epoch: int) -> None:
+def test_the_permutation_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(n), n, seed=seed, epoch=epoch)
     assert np.array_equal(np.sort(order), np.arange(n))
 
@@ -47,7 +47,7 @@ def test_every_position_is_equally_likely(n: int) -> None:
     assert ((counts - expected)[seen] ** 2 / expected[seen]).sum() < 40
 
 
-def test_is_pinned() -> None:
+def test_the_permutation_of_a_seed_is_pinned() -> None:
     # Checkpoints name positions in this order: changing it would change what a resumed run sees.
     assert permute(np.arange(8), 100, seed=0, epoch=0).tolist() == PINNED
 

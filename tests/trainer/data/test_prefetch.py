@@ -17,7 +17,7 @@ from trainer.data.tokens import TokenData, write_tokens
 
 
 class Slow(DataSource):
-    """Takes a while, and says who asked for what."""
+    """A slow source that records the thread and the position of each request."""
 
     vocab_size, length, samples = 10, 2, None
 
@@ -89,7 +89,7 @@ def test_an_error_is_raised_by_the_batch_it_belongs_to() -> None:
 
 
 def test_each_remaining_sample_occurs_once_after_changing_ranks_and_workers(tmp_path: Path) -> None:
-    """A run on one rank goes on on two, then on four, with other batch sizes and loaders."""
+    """A run on one rank resumes on two, then on four, with other batch sizes and loader threads."""
     tokens = np.arange(4001)
     write_tokens(tmp_path / "a.bin", tokens, vocab_size=5000)
     seen: list[int] = []

@@ -16,7 +16,7 @@ def split() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int32])
-def test_round_trip(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
+def test_written_files_are_read_back(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
     inputs, labels = split()
     path = tmp_path / "train.bin"
     write_published(path, inputs, labels, vocab_size=240, dtype=dtype)
@@ -76,13 +76,13 @@ def test_reads_the_shape_of_the_published_readme(tmp_path: Path) -> None:
     assert torch.equal(read_published(tmp_path / "a.bin").batch(0, 20).inputs, inputs)
 
 
-def test_names() -> None:
+def test_file_names_are_the_published_ones() -> None:
     name = published_name("train", group="A5", length=256, identity_probability=0.5)
     assert name == "train_A5_L256_P050.bin"
     assert published_name("test", group="A5", length=1024, identity_probability=1).endswith("L1024_P100.bin")
 
 
-def test_refuses_files(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     inputs, labels = split()
     path = tmp_path / "a.bin"
     with pytest.raises(ValueError, match=r"there is no word-problem file .*a\.bin"):
@@ -110,7 +110,7 @@ def test_refuses_files(tmp_path: Path) -> None:
         read_published(path)
 
 
-def test_refuses_ids_and_ranges(tmp_path: Path) -> None:
+def test_invalid_ids_and_ranges_are_refused(tmp_path: Path) -> None:
     inputs, labels = split()
     path = tmp_path / "a.bin"
     with pytest.raises(ValueError, match="all IDs must be from 0 to 5"):

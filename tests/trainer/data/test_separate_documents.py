@@ -34,7 +34,7 @@ def folder_of(tmp_path: Path, texts: list[str], *, shard_tokens: int = 1 << 20) 
 
 
 def in_order(data: TokenData) -> dict[int, tuple[list[int], list[int], list[int]]]:
-    """Give inputs, labels and documents of an epoch by the place of the sample in the files."""
+    """Return inputs, labels and documents of an epoch, in the order of the samples in the files."""
     batch = data.batch(0, data.samples)
     assert batch.documents is not None
     order = positions_in_epochs(0, data.samples, samples=data.samples, seed=0)
@@ -43,7 +43,7 @@ def in_order(data: TokenData) -> dict[int, tuple[list[int], list[int], list[int]
 
 
 @pytest.mark.parametrize("shard_tokens", [1 << 20, 7])
-def test_documents_and_labels(tmp_path: Path, shard_tokens: int) -> None:
+def test_rows_have_document_numbers_and_no_labels_across_documents(tmp_path: Path, shard_tokens: int) -> None:
     folder = folder_of(tmp_path, ["abc", "d", "efghijk", "lm"], shard_tokens=shard_tokens)
     data = TokenData(folder, length=5, documents="reset")
     assert (data.tokens, data.files.documents) == (17, 4)

@@ -52,7 +52,7 @@ def test_samples_are_cut_from_concatenated_documents(folder: Path) -> None:
 
 
 def test_a_stream_is_identified_by_its_tokenizer(folder: Path, tmp_path: Path) -> None:
-    """The spec has its path alone; a run is not resumed, and sources are not mixed, with another one."""
+    """The spec only has its path; with another tokenizer there, resuming and mixing are rejected."""
     pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(["a text"], vocab_size=257))
     own, other = open_stream(folder), open_stream(folder, tokenizer=str(tmp_path / "tokenizer.json"))
@@ -108,7 +108,7 @@ def test_building_a_stream_warns_about_approximate_resume(folder: Path) -> None:
         open_stream(folder)
 
 
-def test_refuses(folder: Path, tmp_path: Path) -> None:
+def test_invalid_streams_are_refused(folder: Path, tmp_path: Path) -> None:
     spec = StreamSpec(dataset=str(folder), tokenizer="bytes")
     with pytest.raises(ValueError, match="tokenizer bytes has 257 IDs, but the model has vocab_size 10"):
         build(spec, vocab_size=10)
@@ -132,7 +132,9 @@ def test_refuses(folder: Path, tmp_path: Path) -> None:
         data.batch(0, 1)
 
 
-def test_a_run_on_a_stream(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_a_stream_trains_and_resumes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ["model.d_model=16", "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_ff=16"]
     settings += [
         "model.vocab_size=257",

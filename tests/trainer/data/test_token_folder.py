@@ -37,7 +37,7 @@ def tokens(tmp_path: Path) -> Path:
     return write(tmp_path)
 
 
-def test_finds_both_splits(tokens: Path) -> None:
+def test_both_splits_of_a_folder_are_found(tokens: Path) -> None:
     data = build(TokensSpec(path=str(tokens), seq_len=16), vocab_size=257)
     assert data.path == tokens / "train"
     assert len(data.files.shards) == 2
@@ -89,7 +89,9 @@ def test_epochs_are_counted(tokens: Path) -> None:
         ("shard_00009.bin added", r"shard_00009\.bin is not listed in .*manifest\.json"),
     ],
 )
-def test_damaged_folders(tokens: Path, tmp_path: Path, capsys: Capture, damage: str, message: str) -> None:
+def test_damaged_folders_are_refused(
+    tokens: Path, tmp_path: Path, capsys: Capture, damage: str, message: str
+) -> None:
     name, how = damage.split()
     path = tokens / "train" / name
     spec = TokensSpec(path=str(tokens), seq_len=16)

@@ -18,7 +18,7 @@ SHAKESPEARE = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare"
 
 
 def shards(folder: Path, sizes: list[int]) -> np.ndarray:
-    """Shards of consecutive numbers, alternately raw and .npy; all tokens in a row."""
+    """Write shards of consecutive numbers, alternately raw and .npy; return all tokens."""
     tokens = np.arange(sum(sizes))
     start = 0
     for i, size in enumerate(sizes):
@@ -76,7 +76,7 @@ def test_batches_and_ranks_share_one_order(
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint16"), (65536, "uint16"), (65537, "uint32")])
 @pytest.mark.parametrize("suffix", ["bin", "npy"])
-def test_write_and_read(tmp_path: Path, vocab_size: int, dtype: str, suffix: str) -> None:
+def test_written_tokens_are_read_back(tmp_path: Path, vocab_size: int, dtype: str, suffix: str) -> None:
     path = write_tokens(tmp_path / f"a.{suffix}", [0, vocab_size - 1, 1], vocab_size=vocab_size)
     assert json.loads((tmp_path / "a.json").read_text()) == {
         "dtype": dtype,
@@ -92,7 +92,7 @@ def test_write_and_read(tmp_path: Path, vocab_size: int, dtype: str, suffix: str
         )
 
 
-def test_without_a_sidecar(tmp_path: Path) -> None:
+def test_files_without_a_sidecar_require_a_dtype(tmp_path: Path) -> None:
     np.arange(10, dtype="<u4").tofile(tmp_path / "a.bin")
     assert TokenData(tmp_path / "a.bin", length=3, dtype="uint32").sample(2).tolist() == [6, 7, 8, 9]
     assert TokenData(tmp_path / "a.bin", length=3, dtype="uint32").vocab_size is None
@@ -124,7 +124,7 @@ def test_ids_are_checked_as_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_rejected(tmp_path: Path) -> None:
-    """A dtype would make two letters of it one token."""
+    """With a dtype, two letters would be read as one token."""
     path = tmp_path / "input.txt"
     path.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
     for options in ({}, {"dtype": "uint16"}):
@@ -135,7 +135,7 @@ def test_a_text_file_is_rejected(tmp_path: Path) -> None:
         assert "dtype" not in str(error.value)
 
 
-def test_refuses_files(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     with pytest.raises(ValueError, match="there is no token file or directory"):
         TokenData(path, length=3)
@@ -163,7 +163,7 @@ def test_refuses_files(tmp_path: Path) -> None:
         TokenData(path, length=3)
 
 
-def test_refuses_npy_files(tmp_path: Path) -> None:
+def test_invalid_npy_files_are_refused(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "a.npy", range(10), vocab_size=10)
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"a\.npy cannot be read as \.npy"):
@@ -189,7 +189,7 @@ def test_refuses_npy_files(tmp_path: Path) -> None:
         ('{"vocab_size": 0}', "must be a positive integer, got 0"),
     ],
 )
-def test_refuses_sidecars(tmp_path: Path, sidecar: str, message: str) -> None:
+def test_invalid_sidecars_are_refused(tmp_path: Path, sidecar: str, message: str) -> None:
     path = write_tokens(tmp_path / "a.bin", range(10), vocab_size=10)
     (tmp_path / "a.json").write_text(sidecar)
     with pytest.raises(ValueError, match=message):
@@ -203,7 +203,7 @@ def test_refuses_shards_of_two_tokenizers(tmp_path: Path) -> None:
         TokenData(tmp_path, length=3)
 
 
-def test_refuses_to_write(tmp_path: Path) -> None:
+def test_invalid_tokens_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"suffix '\.txt'"):
         write_tokens(tmp_path / "a.txt", [1], vocab_size=2)
     with pytest.raises(ValueError, match="IDs range from 0 to 2; all must be from 0 to 1"):
@@ -214,7 +214,7 @@ def test_refuses_to_write(tmp_path: Path) -> None:
         write_tokens(tmp_path / "a.bin", [], vocab_size=2)
 
 
-def test_evaluation_sets(tmp_path: Path) -> None:
+def test_evaluation_sets_have_the_requested_lengths(tmp_path: Path) -> None:
     train = write_tokens(tmp_path / "train.bin", range(100), vocab_size=100)
     valid = write_tokens(tmp_path / "valid.bin", range(41), vocab_size=100)
     wanted = SimpleNamespace(lengths=(4, 40), identity_probabilities=(), sequences=6, seed=9)
@@ -234,7 +234,7 @@ def test_evaluation_sets(tmp_path: Path) -> None:
         build(TokensSpec())
 
 
-def test_real_text(tmp_path: Path) -> None:
+def test_samples_cover_a_real_text_once(tmp_path: Path) -> None:
     texts = sorted(p for p in SHAKESPEARE.glob("*") if p.is_file() and p.stat().st_size > 100_000)
     if not texts:
         pytest.skip(f"no text under {SHAKESPEARE.name}: the data folder is not beside the repository")

@@ -23,7 +23,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def naive_labels(problem: WordProblem, inputs: torch.Tensor) -> torch.Tensor:
-    """Prefix products by the plainest loop."""
+    """Return the prefix products, computed by a loop over the tokens."""
     size = 1 if problem.monoid is None else problem.monoid.order
     labels = []
     for row in inputs.tolist():
@@ -57,13 +57,13 @@ def test_labels_are_prefix_products(group: str, monoid: object, draw_order: str)
 
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(1, 300), length=st.integers(1, 40), seed=st.integers(0, 2**40), p=st.floats(0, 1))
-def test_labels_at_any_shape(n: int, length: int, seed: int, p: float) -> None:
+def test_labels_are_prefix_products_at_any_shape(n: int, length: int, seed: int, p: float) -> None:
     problem = WordProblem(group="S3", identity_probability=p)
     inputs, labels = problem.sample(n, length, seeded(seed))
     assert torch.equal(labels, naive_labels(problem, inputs))
 
 
-def test_vocabulary_and_ids() -> None:
+def test_ids_are_within_the_vocabulary() -> None:
     assert WordProblem(group="S3", identity_probability=0).vocab_size == 6
     problem = WordProblem(**PUBLISHED, identity_probability=1)
     assert problem.vocab_size == 240
@@ -246,7 +246,7 @@ def evaluation(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**(fields | changes))
 
 
-def test_evaluation_sets() -> None:
+def test_evaluation_sets_have_the_requested_lengths_and_probabilities() -> None:
     stream = WordProblemStream(WordProblem(**PUBLISHED, identity_probability=0.9), length=8, seed=3)
     sets = stream.evaluation_sets(evaluation())
     assert list(sets) == ["p0.5_L8", "p0.5_L16", "p0_L8", "p0_L16"]
@@ -278,7 +278,7 @@ def test_the_published_order_is_not_evaluated_on_training_data() -> None:
     assert stream.evaluation_sets(evaluation(seed=4))
 
 
-def test_build() -> None:
+def test_a_spec_builds_its_stream() -> None:
     spec = SimpleNamespace(group="A4", monoid=None, identity_probability=0.5, seq_len=32, draw_order="fast")
     stream = build(spec, seed=5, vocab_size=12)
     assert (stream.vocab_size, stream.length, stream.samples) == (12, 32, None)
@@ -289,12 +289,12 @@ def test_build() -> None:
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
-def test_refuses_a_probability(p: float) -> None:
+def test_invalid_probabilities_are_refused(p: float) -> None:
     with pytest.raises(ValueError, match=rf"identity_probability must be from 0 to 1, got {p}"):
         WordProblem(group="S3", identity_probability=p)
 
 
-def test_refuses_bad_values() -> None:
+def test_invalid_values_are_refused() -> None:
     problem = WordProblem(group="S5", monoid="EABX", identity_probability=0.5)
     with pytest.raises(ValueError, match="draw_order 'quick' is unknown"):
         WordProblem(group="S3", identity_probability=0, draw_order="quick")  # type: ignore[arg-type]  # on purpose

@@ -225,7 +225,7 @@ def test_losses_of_four_ranks_are_those_of_one(
 
 
 @pytest.mark.slow
-def test_other_gradients_are_divided(processes: Any, tmp_path: Path) -> None:
+def test_further_gradient_estimators_work_in_divided_layouts(processes: Any, tmp_path: Path) -> None:
     def spec(distributed: dict[str, Any], gradient: dict[str, Any]) -> dict[str, Any]:
         changed = spec_of("mamba2", distributed=distributed, max_steps=4, checkpoint_activations="layers")
         changed["model"]["gradient"] = gradient

@@ -111,7 +111,7 @@ def assert_equal_evaluations(rows: list[dict[str, Any]], expected: list[dict[str
 
 @pytest.fixture(scope="module")
 def trained(processes: Any, tmp_path_factory: Any) -> Any:
-    """Return a function that gives the runs of a model on one process and on two, which are made once."""
+    """Return a function that returns the runs of a model on one and on two processes, trained once."""
     return functools.cache(
         lambda model: train_in(FAST[model], model, processes, tmp_path_factory.mktemp("layouts"))
     )

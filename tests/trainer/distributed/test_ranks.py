@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def plain(small: Any) -> Any:
-    """Return a maker of small specs as plain values."""
+    """Return a function that makes small run specs as plain dictionaries."""
     return lambda changes=None: small(changes).model_dump(mode="json")
 
 
@@ -149,7 +149,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(plain: Any, processes: 
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_the_same_command_under_torchrun(plain: Any, python: Any, tmp_path: Path) -> None:
+def test_the_same_command_runs_under_torchrun(plain: Any, python: Any, tmp_path: Path) -> None:
     import yaml
 
     spec = tmp_path / "spec.yaml"

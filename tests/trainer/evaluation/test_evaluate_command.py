@@ -112,7 +112,7 @@ def test_a_run_its_checkpoint_and_its_weights_give_equal_scores(
             assert {k: v for k, v in other["tasks"][task].items() if k != "seconds"} == same
 
 
-def test_perplexity_against_length(run_folder, tmp_path):
+def test_the_command_writes_perplexity_against_length(run_folder, tmp_path):
     output = tmp_path / "lengths"
     code = evaluate(
         "--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--limit", 4,
@@ -146,7 +146,7 @@ def test_perplexity_is_of_held_out_tokens_where_there_are_some(run_folder, tmp_p
 
 
 def test_incompatible_tokens_are_rejected(small, tmp_path, capsys):
-    """Training text in place of held-out text, another tokenizer, documents whose ends nothing says."""
+    """Training text instead of held-out text, another tokenizer, documents without known end tokens."""
     tokenizers = pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     (tmp_path / "a.txt").write_text(50 * "seen in training ")
     alone = [str(tmp_path / "a.txt"), "--workers", "1", "--output"]
@@ -190,7 +190,7 @@ def test_options_without_an_effect_are_refused(run_folder, tmp_path, capsys, opt
     assert not output.exists()
 
 
-def test_perplexity_against_self_iterations(run_folder, tmp_path):
+def test_the_command_writes_perplexity_against_self_iterations(run_folder, tmp_path):
     output = tmp_path / "budgets"
     code = evaluate(
         "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 2,
@@ -207,7 +207,7 @@ def test_perplexity_against_self_iterations(run_folder, tmp_path):
 
 
 def test_perplexity_of_a_run_needs_no_packages_of_the_extra(run_folder, tmp_path, python):
-    """In a process of its own, where neither lm-eval nor transformers can be imported."""
+    """Runs in a process in which neither lm-eval nor transformers can be imported."""
     hidden = "import sys; sys.modules.update(lm_eval=None, transformers=None); "
     arguments = [
         "--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--limit", 1,
@@ -222,7 +222,7 @@ def test_perplexity_of_a_run_needs_no_packages_of_the_extra(run_folder, tmp_path
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba2"])
-def test_a_baseline_of_transformers(architecture, small, benchmarks, tokenizer_file, tmp_path):
+def test_a_baseline_of_transformers_is_evaluated(architecture, small, benchmarks, tokenizer_file, tmp_path):
     write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1}
     own = {
@@ -256,7 +256,9 @@ def test_a_baseline_of_transformers(architecture, small, benchmarks, tokenizer_f
     assert found[0]["columns"] == pytest.approx(found[1]["columns"], rel=1e-3)
 
 
-def test_another_file_and_the_default_folder(exported, benchmarks, tmp_path, monkeypatch):
+def test_a_task_accepts_another_file_and_the_output_folder_has_a_default(
+    exported, benchmarks, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     piqa = benchmarks / "piqa" / "valid.jsonl"
     assert evaluate("--checkpoint", exported, "--tasks", f"piqa={piqa}", "--device", "cpu") == 0
@@ -265,8 +267,8 @@ def test_another_file_and_the_default_folder(exported, benchmarks, tmp_path, mon
     assert results(folder)["files"]["piqa"]["path"] == str(piqa)
 
 
-def test_a_task_of_a_plugin(exported, benchmarks, tmp_path):
-    """A kind that a third party registers: its spec, and a builder that returns a task of lm-eval."""
+def test_a_task_of_a_plugin_is_evaluated(exported, benchmarks, tmp_path):
+    """A plugin registers a kind: its spec, and a builder that returns a task of lm-eval."""
     with registry.isolated():
         registry.add("evaluation_task", RhymeSpec, build_rhyme, owner="acme", version="1")
         code = evaluate(
@@ -322,7 +324,9 @@ def test_all_missing_files_are_listed(exported, benchmarks, refused, tmp_path, m
     assert message.count("\n") == 6
 
 
-def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file, benchmarks, refused):
+def test_a_tokenizer_larger_than_the_model_is_refused(
+    tmp_path, small_model, tokenizer_file, benchmarks, refused
+):
     from implicit_blocks.hf import from_library
 
     from_library(small_model(vocab_size=288)).save_pretrained(tmp_path / "small")
@@ -375,7 +379,9 @@ def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer
         assert f"does not search for fixed points; omit {options[0]}" in message
 
 
-def test_weights_of_another_model(run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path):
+def test_weights_of_another_model_are_refused(
+    run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path
+):
     message = refused(
         "--checkpoint", exported / "model.safetensors", "--spec", run_folder / "spec.yaml",
         "--tokenizer", tokenizer_file, "--data", benchmarks, "--output", tmp_path / "out",

@@ -46,14 +46,14 @@ def test_the_table_of_files_is_that_of_the_specs():
         assert [file for file in files if not file.endswith(".lst")] == list(usual), kind
 
 
-def test_the_callback_is_one():
+def test_the_callback_of_the_page_is_valid():
     (example,) = blocks("yaml")
     (callback,) = yaml.safe_load(example)["callbacks"]
     spec = BenchmarksSpec.model_validate(callback)
     assert [task.kind for task in spec.tasks] == ["lambada", "piqa"]
 
 
-def test_the_plugin_works(tmp_path):
+def test_the_plugin_of_the_page_works(tmp_path):
     namespace: dict[str, Any] = {}
     (example,) = blocks("python")
     exec(compile(example, "docs/evaluation.md", "exec", dont_inherit=True), namespace)

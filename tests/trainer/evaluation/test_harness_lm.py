@@ -72,7 +72,7 @@ def test_scores_depend_on_neither_batch_nor_padding(family, small_model, tokeniz
 
 
 def test_scores_equal_those_of_lm_eval(small_model, tokenizer, benchmarks):
-    """Accuracies and the perplexity, computed again by hand from the log-likelihoods."""
+    """Accuracies and the perplexity are recomputed from the log-likelihoods."""
     from trainer.evaluation.scores import run_tasks
 
     lm = harness(small_model(), tokenizer)
@@ -119,7 +119,7 @@ def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
     assert lls[0] != lls[1] != lls[2]
 
 
-def test_a_tolerance_of_one_s_own(small_model, tokenizer, benchmarks):
+def test_search_options_change_the_tolerance(small_model, tokenizer, benchmarks):
     from trainer.evaluation.scores import run_tasks
 
     lm, tasks = harness(small_model(), tokenizer), asked(("piqa",), benchmarks)
@@ -141,7 +141,7 @@ def test_explicit_models_have_no_searches(tokenizer, benchmarks):
 
 
 def test_equal_requests_share_a_forward_pass(small_model, tokenizer):
-    """Answers of one token to the same question, and the same request twice."""
+    """One-token answers to the same question, and a repeated request, share a forward pass."""
     from lm_eval.api.instance import Instance
 
     lm = harness(small_model(), tokenizer)

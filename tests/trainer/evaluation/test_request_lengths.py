@@ -61,7 +61,7 @@ def of_tasks(folder: Path) -> dict[str, Any]:
 
 
 def test_the_training_length_limits_no_request(run_folder, benchmarks, tokenizer_file, tmp_path):
-    """The run was trained on 16 tokens at once; its Mamba2 reads any number, and nothing is cut."""
+    """The run was trained on 16 tokens; its Mamba2 layers read any number, so no request is truncated."""
     common = ["--checkpoint", run_folder, "--data", benchmarks, "--tokenizer", tokenizer_file]
     common += ["--tasks", "lambada", "hellaswag", "--device", "cpu", "--output"]
     assert evaluate(*common, tmp_path / "whole") == 0
@@ -112,7 +112,7 @@ def test_a_table_of_positions_limits_requests(
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), OSError("the disk is gone"), RuntimeError("a bug")])
 def test_finished_results_survive_a_failure(ending, exported, benchmarks, tmp_path, monkeypatch, capsys):
-    """The second task fails at the second budget: what was found before is written, and said to be a part."""
+    """The second task fails at the second budget: earlier results are written and marked as partial."""
     from trainer.evaluation import scores
 
     asked, ask_one = [], scores._run_task

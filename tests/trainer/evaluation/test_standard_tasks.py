@@ -110,7 +110,7 @@ def test_prompts_match_the_expected_text(benchmarks):
     ],
     ids=["arc", "openbookqa", "boolq", "lambada"],
 )  # fmt: skip
-def test_other_forms_of_the_releases(kind, row, asked, tmp_path, write_lines):
+def test_other_forms_of_the_data_give_the_same_requests(kind, row, asked, tmp_path, write_lines):
     write_lines(tmp_path / "items.jsonl", [row])
     task = registry.build(spec_of(kind, path=str(tmp_path / "items.jsonl")), data=tmp_path)
     assert requests(task)[0] == asked
@@ -188,7 +188,7 @@ def test_a_missing_file_is_reported(tmp_path):
         registry.build(spec_of("piqa"), data=tmp_path)
 
 
-def test_any_task_of_lm_eval_by_its_file(tmp_path, write_lines):
+def test_a_yaml_file_of_lm_eval_is_a_task(tmp_path, write_lines):
     write_lines(tmp_path / "items.jsonl", [{"q": "one and", "a": "two"}])
     (tmp_path / "mine.yaml").write_text(
         json.dumps(
@@ -259,7 +259,7 @@ metric_list: [{metric: acc}]
 
 @pytest.fixture
 def named_tasks(tmp_path, write_lines):
-    """Write a directory of three tasks with a tag, two of which are a group, and one has a name of ours."""
+    """Write a directory of three tagged tasks: two form a group, and one has the name of a built-in task."""
     write_lines(tmp_path / "items.jsonl", [{"q": "one and", "a": "two"}])
     folder = tmp_path / "tasks"
     folder.mkdir()
@@ -296,7 +296,7 @@ def test_names_of_the_directory_precede_the_library_s(named_tasks, tmp_path):
 
 
 @pytest.mark.slow  # a few items of every file format are read by the tests above
-def test_the_real_files(shared_data):
+def test_the_real_files_have_the_expected_numbers_of_items(shared_data):
     counts = dict(zip(KINDS, (5153, 10042, 1838, 2376, 1172, 1267, 500, 3270), strict=True))
     for kind, count in counts.items():
         path = spec_of(kind).locate(shared_data)

@@ -99,7 +99,7 @@ def test_a_twin_reads_what_its_implicit_model_reads(archive, tmp_path):
 
 
 class Knows(torch.nn.Module):
-    """Answers as the labels say where they are even."""
+    """Predicts the correct label where it is even."""
 
     def forward(self, ids, *, labels, return_logits):
         return SimpleNamespace(predictions=labels * (labels % 2 == 0), solution=None)
@@ -141,7 +141,7 @@ def test_answers_are_cached_per_row_length(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_what_is_refused(archive, tmp_path, capsys):
+def test_invalid_requests_are_refused(archive, tmp_path, capsys):
     out = ["--output", str(tmp_path / "out")]
     assert main(["catbabi", "--data", str(archive), "--models", "deep-1", *out]) == 2
     assert "'deep-1' is not a model; give its kind and layers" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_what_is_refused(archive, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_laptop_setting(shared_data, tmp_path):
+def test_models_of_the_laptop_setting_learn(shared_data, tmp_path):
     archive = shared_data / "babi/en-valid-10k.tar.xz"
     arguments = ["catbabi", "--data", str(archive), "--setting", "laptop", "--sequences", "64"]
     assert main([*arguments, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0

@@ -161,7 +161,7 @@ def test_windows_of_the_models_evaluation_are_disabled(trained, tmp_path, monkey
     assert caught.value.args == (None, None)
 
 
-def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):
+def test_a_checkpoint_is_evaluated_at_another_length(trained, tmp_path):
     (checkpoint,) = (trained / "checkpoints").iterdir()
     arguments = ["--checkpoint", str(checkpoint), "--tolerances", "0.1", "--sequences", "2", "--length", "12"]
     assert main(["duality", *arguments, "--output", str(tmp_path / "out")]) == 0
@@ -257,8 +257,8 @@ def test_runs_without_an_implicit_model_are_rejected(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_the_laptop_setting(tmp_path):
-    """As the page has it: trains S3 for 150 steps, some two minutes of one core."""
+def test_modes_of_a_laptop_run_agree_at_tight_tolerances(tmp_path):
+    """Trains S3 for 150 steps with the settings of the page: two minutes on one core."""
     run = tmp_path / "s3"
     options = ["--spec", "word_problem_s3", "training.max_steps=150", "--device", "cpu"]
     assert train([*options, "--output", str(run)]) == 0

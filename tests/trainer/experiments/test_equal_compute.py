@@ -327,7 +327,9 @@ def test_the_experiment_tunes_reports_and_continues(tokens, tmp_path, monkeypatc
     assert {row["name"]: row["seconds"] for row in read_results(tmp_path / "out" / "runs")} == before
 
 
-def test_of_several_averages_the_best_on_the_text_of_the_choice_is_measured(tokens, tmp_path, monkeypatch):
+def test_the_average_with_the_lowest_perplexity_on_the_choosing_text_is_measured(
+    tokens, tmp_path, monkeypatch
+):
     data, report = tokens
     with_validation(monkeypatch, data.with_name("validation.bin"))
     settings = Settings(**{**TINY, "weight_decays": (0.5,), "seeds": (1,)}, average=(0.5, 0.9))

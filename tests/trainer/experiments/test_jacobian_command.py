@@ -24,7 +24,7 @@ def written(tmp_path_factory):
     return folder, shown.getvalue()
 
 
-def test_it_writes_numbers_and_a_plot(written):
+def test_the_command_writes_numbers_and_a_plot(written):
     folder, shown = written
     implicit, explicit = json.loads((folder / "jacobian.json").read_text())["models"]
     assert (implicit["kind"], explicit["kind"]) == ("implicit", "explicit")
@@ -58,8 +58,8 @@ def test_invalid_requests_are_reported(tmp_path, capsys, options, message):
 
 
 @pytest.mark.slow
-def test_the_laptop_setting(tmp_path):
-    """The paper's: a state of 64 entries."""
+def test_the_jacobian_of_the_paper_s_size_has_full_rank(tmp_path):
+    """The paper's setting: a state of 64 entries."""
     folder = tmp_path / "out"
     assert main(["jacobian", "--output", str(folder)]) == 0
     implicit, explicit = json.loads((folder / "jacobian.json").read_text())["models"]

@@ -164,7 +164,7 @@ def test_the_first_spec_trains_every_share_with_every_seed(tokens):
         (["--self-iterations", "0"], "self-iterations must be at least 1, got 0"),
     ],
 )
-def test_what_is_refused(tokens, tmp_path, capsys, options, message):
+def test_invalid_requests_are_refused(tokens, tmp_path, capsys, options, message):
     assert main(["language", "--data", str(tokens), "--output", str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -188,7 +188,7 @@ def test_tokens_without_validation_are_refused_before_training(tokens, tmp_path,
 
 
 @pytest.mark.slow
-def test_the_laptop_setting(shared_data, tmp_path):
+def test_models_of_the_laptop_setting_learn(shared_data, tmp_path):
     pytest.importorskip("tokenizers", reason="tokenizers is not installed")
     books = shared_data / "classic-books/valid.txt.xz"
     made = [str(books), "--separator", "<|endoftext|>", "--train-tokenizer", "512"]

@@ -52,7 +52,7 @@ def test_a_run_that_another_process_trains_is_waited_for_and_read(
 def test_a_finished_run_without_its_last_checkpoint_is_not_measured(
     tmp_path: Path, small: Small, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights of an earlier step were taken for those of the whole run."""
+    """An earlier version used the weights of an intermediate step as those of the finished run."""
     spec = small({**CHANGES, "training.checkpoint_every": 1, "training.keep_checkpoints": 2})
     finished = runs.train(spec, tmp_path / "one", name="one", device="cpu")
     last = tmp_path / "one" / "checkpoints" / "step-00000002" / "__0_0.distcp"
@@ -85,7 +85,7 @@ def test_one_of_several_ranks_does_not_wait(tmp_path: Path, monkeypatch: pytest.
 def test_a_finished_run_holds_no_memory_beside_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Small
 ) -> None:
-    """Its model is let go without Python's own collection, which comes when it likes."""
+    """The model of a run is freed without waiting for Python's garbage collector."""
     models = []
     build = runs.build
 

@@ -52,7 +52,7 @@ def test_the_reference_falls_back_to_broyden_per_row(
 
 
 def test_a_nan_reference_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is a smaller residual taken of a row that has not converged, where the other has."""
+    """Of two searches of a row, the one whose residual is a number is used, converged or not."""
     found = {
         PicardSpec: found_by(None, residuals=[float("nan"), 0.3, float("nan")], mark=1.0),
         BroydenSpec: found_by(None, residuals=[1e-6, float("nan"), float("nan")], mark=2.0),

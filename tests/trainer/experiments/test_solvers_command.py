@@ -65,7 +65,7 @@ def test_selected_configurations_are_measured_and_plotted(trained, tmp_path, cap
 
 
 def test_runs_of_the_same_name_get_separate_plots(trained, tmp_path):
-    """Such as those of two seeds, or two checkpoints of a run."""
+    """For example those of two seeds, or two checkpoints of a run."""
     runs = [str(trained), str(next((trained / "checkpoints").glob("step-*")))]
     arguments = ["--tolerances", "0.1", "--sequences", "1", "--repeats", "1", "--only", "damping 0.8"]
     arguments += ["--max-iterations", "4", "--device", "cpu", "--output", str(tmp_path)]
@@ -130,8 +130,8 @@ def test_settings_out_of_range_are_refused(trained, tmp_path, capsys, options, m
 
 
 @pytest.mark.slow
-def test_the_laptop_setting(tmp_path, capsys):
-    """Trains S3 and compares on it: some five minutes of one core."""
+def test_windows_and_committed_prefixes_save_work_in_the_laptop_setting(tmp_path, capsys):
+    """Trains S3 and compares the solvers on it: five minutes on one core."""
     options = ["--sequences", "4", "--tolerances", "1e-3", "--repeats", "1", "--length", "64"]
     assert main(["solvers", *options, "--device", "cpu", "--output", str(tmp_path)]) == 0
     (one,) = json.loads((tmp_path / "solvers.json").read_text())["models"]

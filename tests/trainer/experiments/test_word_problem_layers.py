@@ -32,7 +32,7 @@ def finished(seed: int, tests: list[dict[str, Any]]) -> Any:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Note what is trained: two layers solve up to length 8 (with seed 1 alone), none length 16."""
+    """Return the trained models: two layers solve up to length 8 (only with seed 1), none length 16."""
     runs: list[tuple[Any, ...]] = []
 
     def train(spec: Any, folder: Path, *, name: str, device: str) -> Any:

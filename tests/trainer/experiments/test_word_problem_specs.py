@@ -63,7 +63,7 @@ def test_baselines_of_transformers_have_the_models_sizes(architecture: str) -> N
 
 
 @pytest.mark.parametrize("group", ["S3", "A4", "A5", "S5", "Z7", "A5xZ2", "Z2xZ3"])
-def test_group_and_product_set_the_data(group: str) -> None:
+def test_the_group_sets_the_data_and_the_vocabulary(group: str) -> None:
     for model in ("implicit-mamba2", "mamba2"):
         spec: Any = vary_spec(BASE, model=model, group=group)
         assert spec.data.group == group

@@ -23,7 +23,7 @@ SEPARATOR = "<|endoftext|>"
 
 
 def documents_of(paths: list[Path], **options: object) -> list[str]:
-    """Put the pieces of each document together again."""
+    """Return the documents of the sources, each joined from its pieces."""
     sources = find_sources([str(path) for path in paths], format=options.pop("format", "auto"))  # type: ignore[arg-type]  # one of them
     return together(list(Documents(sources=sources, **options).pieces()))  # type: ignore[arg-type]  # as named
 
@@ -48,7 +48,9 @@ def zstd(data: bytes) -> bytes:
     ("suffix", "compress"),
     [("", bytes), (".xz", lzma.compress), (".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)],
 )
-def test_text_between_separators(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
+def test_documents_are_the_text_between_separators(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
+) -> None:
     text = f"one\r\nline{SEPARATOR}\ntwo ü\n{SEPARATOR}{SEPARATOR}\n \n{SEPARATOR}three"
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(compress(text.encode()))
@@ -90,7 +92,7 @@ def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_jsonl_files_are_read_and_invalid_ones_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one\\n", "n": 1}\n\n{"text": "two \\ud800"}\n{"text": "  "}\n')
     assert documents_of([path]) == ["one\n", "two ?"]
@@ -109,7 +111,7 @@ def test_jsonl(tmp_path: Path) -> None:
         documents_of([path])
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_files_are_read_and_invalid_ones_refused(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet is read by pyarrow")
     import pyarrow.parquet as parquet
 
@@ -142,7 +144,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path, compress: Callable[[bytes]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the package's own making
-def test_datasets(tmp_path: Path) -> None:
+def test_datasets_are_read_by_split_and_field(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets are read by the package of that name")
     rows = datasets.Dataset.from_dict({"text": ["one", "two"], "body": ["x", "y"]})
     (tmp_path / "folder").mkdir()

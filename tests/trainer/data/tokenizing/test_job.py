@@ -42,14 +42,14 @@ def job(tmp_path: Path, output: str = "out", **options: Any) -> Job:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Give the checksums of what was written, by name; the lock says when, and is none of it."""
+    """Return the checksums of the written files by name, without the lock file, which contains the time."""
     mine = {".verified.json", ".lock"}
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in mine)
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
 
 
 def read(folder: Path) -> list[list[int]]:
-    """Give the documents in a folder's shards, each without its end token."""
+    """Return the documents in a folder's shards, each without its end token."""
     manifest = read_manifest(folder)
     assert manifest is not None
     ids, ends = [], []
@@ -84,7 +84,7 @@ def test_shards_do_not_depend_on_the_workers(tmp_path: Path, monkeypatch: pytest
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_held_out_by_document(tmp_path: Path) -> None:
+def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     texts = write_rows(tmp_path / "rows.jsonl", 1000)
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts))  # every document twice
@@ -121,7 +121,7 @@ def command(tmp_path: Path, output: str, *more: str) -> list[str]:
 
 
 def running_in(group: int) -> list[str]:
-    """Name the processes of a group that have not ended."""
+    """Return the running processes of a group."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -136,7 +136,7 @@ def running_in(group: int) -> list[str]:
 
 @pytest.mark.slow
 def test_a_job_resumes_after_a_kill_at_any_moment(tmp_path: Path) -> None:
-    """Ten kills by SIGKILL, with two workers; none is left behind, and the shards come out the same."""
+    """Two workers, killed ten times by SIGKILL: no process remains, and the shards are the same."""
     write_rows(tmp_path / "rows.jsonl", 300_000)
     subprocess.run(command(tmp_path, "whole", "--workers", "1"), check=True, capture_output=True)
     arguments, drawn = command(tmp_path, "out", "--workers", "2"), random.Random(0)
@@ -291,8 +291,8 @@ def test_two_concurrent_writers_are_rejected(tmp_path: Path) -> None:
             tokenize(job(tmp_path))
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for it: the kernel refuses the write all the same."""
+def test_a_full_disk_is_reported_with_the_remedy(tmp_path: Path) -> None:
+    """A limit on the size of files has the same effect: the kernel rejects the write."""
     write_rows(tmp_path / "rows.jsonl", 2000)
     arguments = command(tmp_path, "out", "--workers", "1", "--shard-tokens", "300e3")
 
@@ -331,7 +331,7 @@ def test_a_disk_that_fills_up_at_the_sidecar(tmp_path: Path, monkeypatch: pytest
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "rows.jsonl", 5)
     with pytest.raises(ValueError, match=r"validation fraction must be at least 0 and below 1, got 1\.0"):
         tokenize(job(tmp_path, validation_fraction=1.0))
@@ -379,7 +379,9 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "give either --tokenizer FILE or --train-tokenizer SIZE" in capsys.readouterr().err
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_a_tokenizer_and_writes_both_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_rows(tmp_path / "rows.jsonl", 200)
     write_rows(tmp_path / "held_out.jsonl", 20, seed=1)
     inputs = [str(tmp_path / "rows.jsonl"), "--validation", str(tmp_path / "held_out.jsonl")]

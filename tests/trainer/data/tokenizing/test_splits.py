@@ -24,7 +24,7 @@ PLAY = "".join(
 
 
 def decoded(folder: Path, tokenizer: Path) -> str:
-    """Give the text of a folder's only document."""
+    """Return the text of a folder's only document."""
     from tokenizers import Tokenizer
 
     manifest = read_manifest(folder)

@@ -66,7 +66,7 @@ def test_identity_is_that_of_the_content(tmp_path: Path) -> None:
     assert from_content(train_tokenizer(TEXTS, vocab_size=281)).identity != first.identity
 
 
-def test_the_end_of_a_document(tmp_path: Path) -> None:
+def test_the_end_token_comes_from_the_configuration_or_the_usual_names(tmp_path: Path) -> None:
     content = train_tokenizer(TEXTS, vocab_size=280)
     (tmp_path / "tokenizer.json").write_text(content)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "b"}}')
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path: Path) -> None:
         load_tokenizer("bytes", end_of_document="<eos>")
 
 
-def test_the_published_vocabulary(shared_data: Path) -> None:
+def test_the_published_tokenizer_has_its_vocabulary(shared_data: Path) -> None:
     tokenizer = load_tokenizer(shared_data / "gpt-neox-20b-tokenizer")
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50277, 0)
     assert tokenizer.encode(["Hello world"])[0].tolist() == [12092, 1533]
