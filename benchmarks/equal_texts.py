@@ -4,7 +4,8 @@
     python benchmarks/equal_texts.py --tiny --context 16 --tokens 16 --rows 250 250     # random weights
 
 ``--prompts`` consecutive parts of the validation tokens are continued by ``--tokens`` tokens, greedily and at
-temperature 1, one token after the other and with ``--in-flight`` tokens, with the same tolerance; in float32.
+temperature 1 (``--temperatures``), one token after the other and with ``--in-flight`` tokens, with the same
+tolerance; in float32.
 Texts that differ are listed with the first token where they do, and with its *margin*: the difference between
 the two best logits, sampling noise included, in the sequential text. Margins below ``--tie`` are near ties:
 there the error of a solution within the tolerance decides. ``converged``: all tokens before converged in both
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000, help="number of prompts")
     parser.add_argument("--context", type=int, default=32, help="prompt length in tokens")
     parser.add_argument("--tokens", type=int, default=32, help="new tokens per text")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--tolerance", type=float, default=1e-3)
     parser.add_argument(
         "--tie", type=float, default=1e-3, help="margin below which a difference is a near tie"
@@ -48,7 +50,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, model, data in models(arguments):
         prompts = tokens_of(data, model.spec.vocab_size, arguments)
-        for temperature in (0.0, 1.0):
+        for temperature in arguments.temperatures:
             work = {"model": name, "temperature": temperature, "prompts": len(prompts)}
             rows.append(work | measure(model, prompts, temperature, arguments))
             given = {key: str(value) for key, value in vars(arguments).items()}
