@@ -1,4 +1,4 @@
-"""Tables of the comparison with averaged weights, Muon and late loops: docs/equal_compute.md.
+"""Tables of the comparison at equal compute, with averaged weights: docs/equal_compute.md.
 
     python benchmarks/equal_compute_averaged.py
 
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from equal_compute_scaling import fitted, sentences, series
@@ -19,13 +21,14 @@ from equal_compute_scaling import table as sizes_table
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 from report import RESULTS
 
-from trainer.experiments.equal_compute.compare import MARGIN, recipe_of
+from trainer.experiments.equal_compute.compare import CONVERGED, MARGIN, recipe_of
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 FILES = {
     "Llama": "equal_compute_averaged",
     "Llama, twice the FLOPs": "equal_compute_averaged_longer",
+    "Llama, 0.7 M": "equal_compute_averaged_700k",
     "Llama, 2 M": "equal_compute_averaged_2m",
     "Llama, 10 M": "equal_compute_averaged_10m",
     "Llama, Muon": "equal_compute_averaged_muon",
@@ -39,8 +42,20 @@ FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = (
     "model", "width", "parameters", "optimizer", "learning rate", "weight decay", "share", "average", "PFLOP",
-    "choice", "report, one per seed", "report", "fixed point", "converged", "8 times the length",
+    "choice", "report", "mean", "fixed point", "converged", "8 times the length",
 )  # fmt: skip
+ALWAYS = ("model", "parameters", "choice", "report")
+"""Columns of `recipes_table` that are shown even if all rows have the same value."""
+TARGETS = {"a": -0.05, "b": 0.0, "c": 0.01}
+"""Largest difference of the perplexity that is the target, by setting (`SETTINGS`)."""
+LONGER = {"llama": 1.5, "mamba2": 1.05}
+"""Target of the perplexity at 8 times the training length over that at the training length."""
+SETTINGS = {
+    "a": "equal text, size and FLOPs",
+    "b": "equal text and FLOPs",
+    "c": "text seen once, equal FLOPs",
+}
+"""Settings of the summary."""
 Runs = Sequence[Mapping[str, Any]]
 
 
@@ -71,11 +86,23 @@ def model_of(recipe: Recipe) -> str:
 def recipes_table(runs: Runs) -> str:
     """Return recipes as a Markdown table, the lowest mean on the text of the choice first.
 
-    ``fixed point`` is the change of the perplexity from the loops of training to a search in 32 iterations,
-    ``converged`` the share of tokens within a tolerance of 1e-3 by then, both as ranges over the seeds.
+    Columns in which all rows are equal, or empty, are left out. ``fixed point`` is the change of the
+    perplexity from the loops of training to a search in 32 iterations, ``converged`` the share of tokens
+    within a tolerance of 1e-3 by then, both as ranges over the seeds.
     """
     recipes = sorted(by_recipe(runs).items(), key=lambda one: mean_perplexity(one[1], "choice"))
-    return markdown([HEAD, *(_recipe(recipe, rows) for recipe, rows in recipes)])
+    rows = [_recipe(recipe, rows) for recipe, rows in recipes]
+    columns = [
+        n
+        for n, name in enumerate(HEAD)
+        if name in ALWAYS or (len({row[n] for row in rows}) > 1 and not (name == "mean" and _same(rows)))
+    ]
+    return markdown([[cells[n] for n in columns] for cells in (HEAD, *rows)])
+
+
+def _same(rows: Sequence[Sequence[str]]) -> bool:
+    """Return whether every recipe has one seed, whose perplexity is the mean."""
+    return all(row[HEAD.index("report")] == row[HEAD.index("mean")] for row in rows)
 
 
 def best_of_each_model(runs: Runs) -> list[Mapping[str, Any]]:
@@ -142,11 +169,107 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
                 yield part, ours, theirs
 
 
-def differences_table() -> str:
-    """Return the differences of all pairs."""
-    head = ("setting", "implicit", "explicit", "parameters", "perplexities", "seeds", "difference",
-            "95 % interval", "every seed below")  # fmt: skip
-    return markdown([head, *((part, *_difference(*ours, *theirs)) for part, ours, theirs in pairs())])
+def single_seeds(part: str, optimizer: str) -> tuple[Rows, Rows] | None:
+    """Return what seed 0 prefers of both sides, of the smallest size of a part; None: it has not both."""
+    runs = [run for run in choosing(read(part)) if recipe_of(run).optimizer == optimizer]
+    least = min((run["parameters"] for run in runs), default=0)
+    sides = [
+        min(
+            (run for run in runs if run["side"] == side and run["parameters"] <= least * (1 + MARGIN)),
+            key=_choice,
+            default=None,
+        )
+        for side in ("implicit", "explicit")
+    ]
+    if None in sides:
+        return None
+    ours, theirs = ((recipe_of(run), [run]) for run in sides if run is not None)
+    return ours, theirs
+
+
+def _choice(run: Mapping[str, Any]) -> float:
+    return math.inf if run["choice"] is None else float(run["choice"])
+
+
+def compared() -> Iterator[tuple[str, str, Rows, Rows]]:
+    """Yield setting (`SETTINGS`), part, implicit and explicit recipe of the summary.
+
+    Of several implicit recipes the one with the lowest perplexity on the text of the choice; recipes of one
+    seed where a part has no others with that optimizer.
+    """
+    found = list(pairs())
+    for part, optimizer in product(FILES, OPTIMIZERS):
+        own = [one[1:] for one in found if one[0] == part and one[1][0].optimizer == optimizer]
+        if own:
+            best = min((ours for ours, _ in own), key=lambda one: mean_perplexity(one[1], "choice"))
+            own = [pair for pair in own if pair[0] is best or pair[0][0] == best[0]]
+        elif (pair := single_seeds(part, optimizer)) is not None:
+            own = [pair]
+        for ours, theirs in own:
+            sizes = [rows[0]["parameters"] for _, rows in (ours, theirs)]
+            equal = abs(sizes[0] / sizes[1] - 1) <= MARGIN
+            yield ("c" if part == "once" else "a" if equal else "b"), part, ours, theirs
+
+
+def summary_table() -> str:
+    """Return the summary: one row per family, setting and optimizer."""
+    head = ("model", "setting", "optimizer", "implicit", "explicit", "difference", "95 % interval", "seeds",
+            "target", "reached")  # fmt: skip
+    rows = sorted(compared(), key=lambda one: (one[2][0].optimizer, one[0]))
+    return markdown([head, *(_summary(setting, ours, theirs) for setting, _, ours, theirs in rows)])
+
+
+def _summary(setting: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
+    result = difference_of_runs(ours[1], theirs[1])
+    interval, target, one_seed = result["interval"], TARGETS[setting], result["seeds"] == [1, 1]
+    reached = result["difference"] <= target and (setting != "a" or result["below_with_every_seed"])
+    sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in (ours, theirs))
+    cells = (
+        f"{FAMILIES[ours[0].family]}, {' beside '.join(sizes)}",
+        f"({setting}) {SETTINGS[setting]}",
+        OPTIMIZERS[ours[0].optimizer],
+        f"{result['implicit']:.2f}",
+        f"{result['explicit']:.2f}",
+        f"{result['difference']:+.1%}",
+        "" if interval is None else f"{100 * interval[0]:+.1f} to {interval[1]:+.1%}",
+        ", ".join(map(str, dict.fromkeys(result["seeds"]))),
+        f"{target:+.0%}" if target else "below",
+        f"{'yes' if reached else 'no'}{', one seed' if one_seed else ''}",
+    )
+    return tuple(minus(cell) for cell in cells)
+
+
+def convergence_table() -> str:
+    """Return convergence and longer text of the implicit recipes of the summary in setting (a), AdamW."""
+    lines: list[tuple[str, ...]] = [("model", "measurement", "result", "target", "reached")]
+    for setting, _, (recipe, runs), _ in compared():
+        if setting != "a" or recipe.optimizer != "adamw":
+            continue
+        found = [one for one in map(at_fixed_point, runs) if one is not None]
+        shares = sorted(share for _, share in found)
+        changes = sorted(change for change, _ in found)
+        long = [run["lengths"] for run in runs if run["lengths"]]
+        ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
+        most = LONGER[recipe.family]
+        model = f"{FAMILIES[recipe.family]}, {runs[0]['parameters'] / 1e6:.1f} M"
+        rows = [
+            ("tokens converged", _range([f"{one:.1%}" for one in shares]), "99%", shares[0] >= CONVERGED),
+            ("at the fixed point", _range([f"{one:+.1%}" for one in changes]), "+0.5%", changes[-1] <= 0.005),
+        ]
+        if ratio:
+            rows.append(
+                ("8 times the length", f"{statistics.fmean(ratio):.2f}", f"{most:g}", max(ratio) <= most)
+            )
+        lines += [
+            (model, name, minus(result), minus(target), "yes" if reached else "no")
+            for name, result, target, reached in rows
+        ]
+    return markdown(lines)
+
+
+def minus(text: str) -> str:
+    """Return text with the sign for minus, and a space before percent signs."""
+    return re.sub(r"(?<![\w.])-(?=\d)", "\N{MINUS SIGN}", text).replace("%", " %")
 
 
 def phrase(ours: Rows, theirs: Rows) -> str:
@@ -154,26 +277,7 @@ def phrase(ours: Rows, theirs: Rows) -> str:
     found = difference_of_runs(ours[1], theirs[1])
     low, high = found["interval"]
     side = "below" if found["difference"] < 0 else "above"
-    text = f"{abs(found['difference']):.1%} {side} (95%: {low:+.1%} to {high:+.1%})"
-    text = text.replace("-", "\N{MINUS SIGN}").replace("% to", " to").replace("%", " %")
-    return text.replace("95 %:", "95 % interval:")
-
-
-def _difference(ours: Recipe, our_runs: Runs, theirs: Recipe, their_runs: Runs) -> tuple[str, ...]:
-    result = difference_of_runs(our_runs, their_runs)
-    interval = result["interval"]
-    sizes = [runs[0]["parameters"] / 1e6 for runs in (our_runs, their_runs)]
-    width = "" if theirs.width == ours.width else f", width {theirs.width}"
-    return (
-        f"{ours.shape}, {OPTIMIZERS[ours.optimizer]}",
-        f"{theirs.shape}{width}, {OPTIMIZERS[theirs.optimizer]}",
-        " and ".join(dict.fromkeys(f"{size:.1f} M" for size in sizes)),
-        f"{result['implicit']:.2f} and {result['explicit']:.2f}",
-        " and ".join(map(str, result["seeds"])),
-        f"{result['difference']:+.1%}",
-        "" if interval is None else f"{interval[0]:+.1%} to {interval[1]:+.1%}",
-        "yes" if result["below_with_every_seed"] else "no",
-    )
+    return minus(f"{abs(found['difference']):.1%} {side} (95% interval: {100 * low:+.1f} to {high:+.1%})")
 
 
 def last_weights(runs: Runs, side: str, *, optimizer: str = "adamw") -> list[float]:
@@ -225,14 +329,15 @@ def _range(values: Sequence[str]) -> str:
 
 
 def tables() -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of every table of the page that was measured."""
+    """Yield the title and the text of every table of the page that was measured; a single run is none."""
     for part in FILES:
         runs = read(part)
         if choosing(runs):
             yield f"{part}: the choice", recipes_table(best_of_each_model(choosing(runs)))
-        if reported(runs):
+        if len(reported(runs)) > 1:
             yield f"{part}: reported seeds", recipes_table(reported(runs))
-    yield "differences", differences_table()
+    yield "summary", summary_table()
+    yield "convergence", convergence_table()
     everything = [run for part in FILES for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)

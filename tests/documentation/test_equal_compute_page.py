@@ -16,7 +16,10 @@ from trainer.experiments.equal_compute.tables import at_fixed_point
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
 PICTURED = ("averaged", "quarter_mamba2")
-PAGE = " ".join((ROOT / "docs" / "equal_compute.md").read_text(encoding="utf-8").split())
+PAGE, LAST = (
+    " ".join((ROOT / "docs" / f"equal_compute{name}.md").read_text(encoding="utf-8").split())
+    for name in ("", "_last_weights")
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
 
 @pytest.mark.parametrize("name", ["gpu", "llama", "llama_rates", "llama_late", "mamba2", "fresh"])
 def test_the_tables_of_seeds_are_those_of_the_result_files(name: str) -> None:
-    assert " ".join(SEEDS["seeds_table"](read(name)).split()) in PAGE
+    assert " ".join(SEEDS["seeds_table"](read(name)).split()) in LAST
 
 
 def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any) -> None:
@@ -55,27 +58,27 @@ def test_the_differences_of_the_page_have_the_intervals_of_the_seeds(seeds: Any)
     equal = SEEDS["difference_of_runs"](llama["implicit1-2"], llama["explicit4 l"])
     low, high = (percent(-end, sign=False) for end in reversed(equal["interval"]))
     assert equal["below_with_every_seed"]
-    assert f"{percent(-equal['difference'], sign=False)} % below.** Every seed" in PAGE
-    assert f"95 % interval: {low} to {high} %)" in PAGE
+    assert f"{percent(-equal['difference'], sign=False)} % below.** Every seed" in LAST
+    assert f"95 % interval: {low} to {high} %)" in LAST
     free = SEEDS["difference_of_runs"](llama["implicit1-2"], llama["explicit8 l"])
     low, high = map(percent, free["interval"])
-    assert f"it is {percent(-free['difference'], sign=False)} % below, which is not significant" in PAGE
-    assert f"interval of the difference is {low} to {high} %" in PAGE
+    assert f"it is {percent(-free['difference'], sign=False)} % below, which is not significant" in LAST
+    assert f"interval of the difference is {low} to {high} %" in LAST
     small, large = (
         SEEDS["difference_of_runs"](mamba2["implicit2-4"], mamba2[f"explicit{size}"])
         for size in ("8 l", "12 ")
     )
     low, high = map(percent, small["interval"])
     level = f"is {percent(small['difference'], sign=False)} % above the explicit one ({low} to {high} %)"
-    assert level in PAGE
+    assert level in LAST
     low, high = map(percent, large["interval"])
     below = f"{percent(-large['difference'], sign=False)} % below one of 7.7 M parameters ({low} to {high} %)"
-    assert below in PAGE
+    assert below in LAST
 
 
 def test_scaled_rotary_frequencies_keep_the_perplexity_of_long_text() -> None:
     runs = read("llama_late")
-    assert " ".join(SEEDS["lengths_table"](runs).split()) in PAGE
+    assert " ".join(SEEDS["lengths_table"](runs).split()) in LAST
     ratios = [
         row["perplexity"] / run["lengths"][1]["perplexity"]
         for run in runs
@@ -83,8 +86,8 @@ def test_scaled_rotary_frequencies_keep_the_perplexity_of_long_text() -> None:
         if row["scaling"] == "llama3"
     ]
     plain = [run["lengths"][0]["perplexity"] / run["lengths"][1]["perplexity"] for run in runs]
-    assert f"instead of {min(plain):.2f} to {max(plain):.2f}." in PAGE
-    assert f"[{min(ratios):.2f} to {max(ratios):.2f}](#llama-longer-text)" in PAGE
+    assert f"instead of {min(plain):.2f} to {max(plain):.2f}." in LAST
+    assert f"[{min(ratios):.2f} to {max(ratios):.2f}](#llama-longer-text)" in LAST
 
 
 def test_sixteen_loops_at_the_end_let_all_tokens_converge() -> None:
@@ -94,9 +97,9 @@ def test_sixteen_loops_at_the_end_let_all_tokens_converge() -> None:
     others = late["lengths_fixed_point"][1]
     text = f"converges for {percent(share, sign=False)} % of the tokens of 32 sequences and"
     assert others["sequences"] == 64
-    assert f"{text} {percent(others['token_converged'], sign=False)} % of 64 others" in PAGE
+    assert f"{text} {percent(others['token_converged'], sign=False)} % of 64 others" in LAST
     assert abs(change) < 1e-4
-    assert f"perplexity of {late['report']:.2f} is above the {before['report']:.2f} of the same model" in PAGE
+    assert f"perplexity of {late['report']:.2f} is above the {before['report']:.2f} of the same model" in LAST
 
 
 def test_the_differences_on_text_seen_once() -> None:
@@ -106,11 +109,13 @@ def test_the_differences_on_text_seen_once() -> None:
     found = SEEDS["difference_of_runs"](ours, four)
     low, high = (percent(end, sign=False) for end in found["interval"])
     above = f"{percent(found['difference'], 0, sign=False)} % above the explicit one at equal FLOPs"
+    assert f"{above} ({low} to {high} %)" in LAST
     assert f"{above} ({low} to {high} %)" in PAGE
-    assert f"loops leave FLOPs for {ours[0]['epochs']:.2f} of the text" in PAGE
+    assert f"loops leave FLOPs for {ours[0]['epochs']:.2f} of the text" in LAST
+    assert f"leave FLOPs for {ours[0]['epochs']:.2f} of the text" in PAGE
     found = SEEDS["difference_of_runs"](ours, eight)
     low, high = map(percent, found["interval"])
-    assert f"between them is not significant ({percent(found['difference'])} %, {low} to {high} %)" in PAGE
+    assert f"between them is not significant ({percent(found['difference'])} %, {low} to {high} %)" in LAST
 
 
 def test_the_picture_has_all_runs_on_the_text_of_the_seeds() -> None:
@@ -128,10 +133,10 @@ def test_the_picture_has_all_runs_on_the_text_of_the_seeds() -> None:
 
 def test_the_convergence_of_the_page_is_that_of_the_result_files(seeds: Any) -> None:
     changes, shares = zip(*map(at_fixed_point, seeds["llama"]["implicit1-2"]), strict=True)
-    assert f"{percent(min(shares), 0, sign=False)} to {percent(max(shares), 0, sign=False)} % of the" in PAGE
-    assert f"point is {percent(min(changes))} to {percent(max(changes))} % above" in PAGE
+    assert f"{percent(min(shares), 0, sign=False)} to {percent(max(shares), 0, sign=False)} % of the" in LAST
+    assert f"point is {percent(min(changes))} to {percent(max(changes))} % above" in LAST
     changes, shares = zip(*map(at_fixed_point, seeds["mamba2"]["implicit2-4"]), strict=True)
-    assert f"{percent(min(shares), sign=False)} % converge, and the perplexity stays the same" in PAGE
+    assert f"{percent(min(shares), sign=False)} % converge, and the perplexity stays the same" in LAST
     assert max(map(abs, changes)) < 5e-4
 
 
@@ -210,14 +215,30 @@ def half(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dict[str, Any]) -> None:
     found = dict(half["tables"]())
-    assert {"averaged weights", "differences", "Llama: the choice", "once: reported seeds"} <= found.keys()
+    assert {"averaged weights", "summary", "convergence", "once: reported seeds"} <= found.keys()
     for title, text in found.items():
         assert " ".join(text.split()) in PAGE, title
 
 
 def test_the_differences_with_averaged_weights(half: dict[str, Any]) -> None:
-    for part, ours, theirs in half["pairs"]():
-        assert half["phrase"](ours, theirs) in PAGE, part
+    summary = [(ours[0], theirs[0]) for _, _, ours, theirs in half["compared"]()]
+    others = [(ours, theirs) for _, ours, theirs in half["pairs"]() if (ours[0], theirs[0]) not in summary]
+    assert others
+    for ours, theirs in others:
+        low, high = SEEDS["difference_of_runs"](ours[1], theirs[1])["interval"]
+        assert f"(95 % interval: {percent(low)} to {percent(high)} %)" in PAGE, ours[0].shape
+
+
+def test_the_headline_is_that_of_the_summary(half: dict[str, Any]) -> None:
+    leads = {
+        (setting, part): -SEEDS["difference_of_runs"](ours[1], theirs[1])["difference"]
+        for setting, part, ours, theirs in half["compared"]()
+        if ours[0].optimizer == "adamw"
+    }
+    equal, free = (percent(leads[setting, "Llama"], sign=False) for setting in "ab")
+    assert f"a {equal} % lower perplexity than the explicit one of equal size, and a {free} % lower" in PAGE
+    assert max(leads.values()) == leads["a", "Llama"] < 0.05
+    assert all(lead < 0 for (_, part), lead in leads.items() if part != "Llama")
 
 
 def test_averages_make_the_lead_of_llama_smaller(half: dict[str, Any]) -> None:
@@ -250,9 +271,6 @@ def test_a_penalty_on_the_residual_lets_the_averaged_weights_converge(half: dict
     shares = [percent(at_fixed_point(run)[1], sign=False) for run in (penalized, plain)]
     assert f"lets {shares[0]} % of the tokens converge in 32 iterations, instead of {shares[1]} %" in PAGE
     assert f"at the same perplexity ({penalized['report']:.2f} and {plain['report']:.2f})" in PAGE
-    seeds = [at_fixed_point(run)[1] for run in half["reported"](looped)]
-    low, high = (percent(end(seeds), sign=False) for end in (min, max))
-    assert f"{low} to {high} % with averaged ones (target: 99 %)" in PAGE
 
 
 def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:
@@ -280,6 +298,11 @@ def test_the_choices_with_muon_equal_the_results(half: dict[str, Any]) -> None:
     behind = [found["implicit", size] / found["explicit", size] - 1 for size in (5311232, 8525056)]
     small, large = (percent(value, sign=False) for value in behind)
     assert f"the implicit models are {small} % (5.3 M parameters) and {large} % (8.5 M) behind" in PAGE
+    (more,) = half["reported"](half["read"]("5 M"))
+    assert f"One more seed of the larger implicit model has {more['report']:.2f}" in PAGE
+    long = [run["lengths"] for run in [more, *half["reported"](half["read"]("once"))] if run["lengths"]]
+    ratios = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times that at the training length" in PAGE
 
 
 def test_text_seen_once_with_late_loops(half: dict[str, Any]) -> None:
