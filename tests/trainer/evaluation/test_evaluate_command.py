@@ -256,9 +256,7 @@ def test_a_baseline_of_transformers_is_evaluated(architecture, small, benchmarks
     assert found[0]["columns"] == pytest.approx(found[1]["columns"], rel=1e-3)
 
 
-def test_a_task_accepts_another_file_and_the_output_folder_has_a_default(
-    exported, benchmarks, tmp_path, monkeypatch
-):
+def test_a_task_may_name_another_file(exported, benchmarks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     piqa = benchmarks / "piqa" / "valid.jsonl"
     assert evaluate("--checkpoint", exported, "--tasks", f"piqa={piqa}", "--device", "cpu") == 0
@@ -324,9 +322,7 @@ def test_all_missing_files_are_listed(exported, benchmarks, refused, tmp_path, m
     assert message.count("\n") == 6
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(
-    tmp_path, small_model, tokenizer_file, benchmarks, refused
-):
+def test_a_tokenizer_that_is_too_large_is_refused(tmp_path, small_model, tokenizer_file, benchmarks, refused):
     from implicit_blocks.hf import from_library
 
     from_library(small_model(vocab_size=288)).save_pretrained(tmp_path / "small")
@@ -379,9 +375,7 @@ def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer
         assert f"does not search for fixed points; omit {options[0]}" in message
 
 
-def test_weights_of_another_model_are_refused(
-    run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path
-):
+def test_foreign_weights_are_refused(run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path):
     message = refused(
         "--checkpoint", exported / "model.safetensors", "--spec", run_folder / "spec.yaml",
         "--tokenizer", tokenizer_file, "--data", benchmarks, "--output", tmp_path / "out",
