@@ -154,6 +154,7 @@ def lay_out(
             if isinstance(module, Stack):
                 module.gradients_by_layer = True
         device_ids = [ranks.device.index] if on_cuda else None
+        specs = [*phases, *([model.spec] if isinstance(model, ModelParts) else [])]
         # No initial broadcast: every rank builds the same weights.
         wrapped = DistributedDataParallel(
             model,
@@ -162,7 +163,7 @@ def lay_out(
             init_sync=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=BUCKET_MEGABYTES,
-            find_unused_parameters=any(map(_leaves_parameters_out, (getattr(model, "spec", None), *phases))),
+            find_unused_parameters=any(map(_leaves_parameters_out, specs)),
         )
         return Layout(resolved, grid, model, wrapped, sequences=sequences)
     mesh = _mesh(resolved, grid)

@@ -21,7 +21,7 @@ from trainer.distributed import Layout, Ranks
 from trainer.errors import DataError
 from trainer.optim.capturable import step_where_finite
 from trainer.reporting.metrics import rounded
-from trainer.run.trainable_model import TrainingOutput
+from trainer.run.trainable_model import SearchesFixedPoints, TrainingOutput
 
 _Status = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -177,7 +177,7 @@ def training_step(
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
     tally.send(norm)
     updated = norm.is_cuda and ranks.is_single and step_where_finite(optimizer, tally.loss, norm)
-    compacts = bool(getattr(getattr(layout.model, "gradient", None), "searches", True))
+    compacts = not isinstance(layout.model, SearchesFixedPoints) or layout.model.gradient.searches
     grid = layout.grid
     totals = tally.over(grid.data, at_once=size, compacts=compacts, parts=grid.parts)
     if totals.not_finite is None and not updated:
