@@ -1,9 +1,10 @@
-"""Plugins import only from the documented public modules of ``implicit_blocks`` and ``trainer``."""
+"""Plugins import only from the public modules that ``docs/plugins.md`` lists."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,31 +16,11 @@ from implicit_blocks.registry.scaffold.writing import render
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT / "plugins", Path(__file__).parent / "distributions")
 
-PUBLIC_MODULES = (
-    "implicit_blocks",
-    "implicit_blocks.interfaces",
-    "implicit_blocks.layers",
-    "implicit_blocks.mixers",
-    "implicit_blocks.mixers.short_conv",
-    "implicit_blocks.mixers.slots",
-    "implicit_blocks.ops.accelerated",
-    "implicit_blocks.ops.attention",
-    "implicit_blocks.ops.causal_conv",
-    "implicit_blocks.ops.rotary",
-    "implicit_blocks.ops.backends",
-    "implicit_blocks.registry.contracts",
-    "implicit_blocks.registry.hooks",
-    "implicit_blocks.specs",
-    "implicit_blocks.testing",
-    "implicit_blocks.testing.mixer_runs",
-    "trainer.callbacks",
-    "trainer.cli.train",
-    "trainer.data.source",
-    "trainer.optim.schedules",
-    "trainer.specs.evaluation_tasks",
-    "trainer.specs.run",
-)
-"""The modules that plugins may import from; CONTRIBUTING.md promises them."""
+PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+TABLE = PAGE.partition("## Public modules\n")[2].partition("\n## ")[0]
+CELLS = re.findall(r"^\| (`.*?) \|", TABLE, re.MULTILINE)
+PUBLIC_MODULES = tuple(module for cell in CELLS for module in re.findall(r"`([\w.]+)`", cell))
+"""The modules that plugins may import from, as the page on plugins lists them."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
