@@ -11,6 +11,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PACKAGES = ("implicit_blocks", "trainer")
+ENUMERATED = (
+    "implicit_blocks/search",
+    "implicit_blocks/models",
+    "implicit_blocks/registry",
+    "implicit_blocks/serving",
+    "implicit_blocks/weights",
+    "trainer/run",
+)
+"""The folders whose row of the map names their modules."""
 
 
 def paths(text: str) -> list[str]:
@@ -41,6 +50,21 @@ def test_paths_in_contributing_exist() -> None:
 def test_the_map_has_every_folder_of_a_package(package: str) -> None:
     present = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
     assert present <= set(paths(section(package)))
+
+
+@pytest.mark.parametrize("row", ENUMERATED)
+def test_the_map_names_every_module_of_an_enumerated_folder(row: str) -> None:
+    package, folder = row.split("/")
+    rows = [line for line in section(package).splitlines() if line.startswith(f"| `{folder}/`")]
+    named = {path for line in rows for path in paths(line)}
+    modules = {path.name for path in (ROOT / row).glob("*.py")} - {"__init__.py"}
+    assert modules - named == set()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_map_names_every_module_at_the_root_of_a_package(package: str) -> None:
+    modules = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
+    assert modules - set(paths(section(package))) == set()
 
 
 def entered(python: Any, action: str, first: str) -> list[str]:
