@@ -88,6 +88,21 @@ def test_models_without_kernels_are_searched_in_full_precision_with_the_reason(t
     assert "full precision" in messages[0]
 
 
+def test_calls_on_more_rows_than_the_kernels_serve_say_so_once(tiny_model, caplog):
+    quantized._report_once.cache_clear()
+    sizes = {"max_batch_size": 3, "buckets": [3], "max_seq_len": 32}
+    decoder = ContinuousDecoder(tiny_model("mamba2"), **sizes, tolerance=1e-2, search_dtype=torch.int8)
+    decoder.quantized.fused = object()  # as on a GPU, where kernels serve two rows
+    for prompt in ([1, 2], [3], [2, 0, 1]):
+        decoder.submit(Request(prompt=prompt, max_new_tokens=4))
+    with caplog.at_level(logging.WARNING):
+        assert len(list(decoder.run())) == 12
+    assert decoder.quantized.calls == 0
+    messages = [record.message for record in caplog.records if "8 bits" in record.message]
+    assert len(messages) == 1
+    assert "at most 2 texts" in messages[0]
+
+
 def test_rounding_to_floats_of_8_bits_is_that_of_their_mantissa():
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     codes, scales = eight_bits(weight, torch.float8_e4m3fn)

@@ -132,6 +132,8 @@ class QuantizedSearch:
         )
         if wanted and (self.fused is None or size <= FEW):
             return True
+        if wanted:
+            _report_once(f"kernels read them in calls of at most {FEW} texts")
         self._fine |= dict(active)
         return False
 
