@@ -148,6 +148,7 @@ def test_the_best_value_at_an_edge_is_reported_and_the_grid_widened():
     wider = GRID.widened([best])
     assert (wider.learning_rates[0], wider.weight_decays[-1]) == (5e-4, 6.0)
     assert wider.edges(best) == []
+    assert GRID.widened([best, best]) == wider  # by one value, however many sides and comparisons lie there
 
 
 def test_the_whole_budget_is_no_edge_but_the_smallest_share_is():

@@ -64,15 +64,16 @@ class Grid:
     def widened(self, recipes: Iterable[Recipe]) -> Grid:
         """Return the grid with one more value beyond each edge at which one of these recipes lies."""
         rates, decays, shares = set(self.learning_rates), set(self.weight_decays), set(self.shares)
-        for recipe in recipes:
-            edges = self.edges(recipe)
-            for word, values in (("learning rate", rates), ("weight decay", decays)):
-                if f"the lowest {word}" in edges:
-                    values.add(float(f"{min(values) / STEP:.6g}"))
-                if f"the highest {word}" in edges:
-                    values.add(float(f"{max(values) * STEP:.6g}"))
-            if "the lowest share of the budget" in edges:
-                shares.add(float(f"{min(shares) / STEP:.6g}"))
+        for edge in {edge for recipe in recipes for edge in self.edges(recipe)}:
+            for word, before, values in (
+                ("learning rate", self.learning_rates, rates),
+                ("weight decay", self.weight_decays, decays),
+                ("share of the budget", self.shares, shares),
+            ):
+                if edge == f"the lowest {word}":
+                    values.add(float(f"{before[0] / STEP:.6g}"))
+                elif edge == f"the highest {word}":
+                    values.add(float(f"{before[-1] * STEP:.6g}"))
         return Grid(learning_rates=tuple(rates), weight_decays=tuple(decays), shares=tuple(shares))
 
     def _axes(self, recipe: Recipe) -> list[tuple[str, float, tuple[float, ...]]]:
