@@ -351,5 +351,5 @@ def test_prompts_of_unequal_lengths_solved_by_graphs_give_the_texts_of_eager_one
         found.append([made[row] for row in range(4 * len(prompts()))])
     assert max(together) == 4  # padded: no two prompts have the same length
     assert decoder.prompts._graphs._searches
-    assert not caplog.messages
+    assert all("is computed by" in message for message in caplog.messages)  # no reason against capturing
     assert_same(found[1], found[0])

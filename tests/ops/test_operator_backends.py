@@ -266,6 +266,17 @@ def test_attention_equals_the_formula(seen, kv_heads, backend):
     torch.testing.assert_close(*pairs)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "flex", "torch"])
+def test_keys_of_another_type_are_converted_to_that_of_the_queries(backend):
+    """As a cache in float32 beside queries in bfloat16, or the reverse."""
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 4, 9, 16)
+    given = {"mask": torch.ones(5, 9, dtype=torch.bool).tril(4), "causal": True, "backend": backend}
+    for narrow, wide in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        expected = attend(q.to(narrow), k.to(wide).to(narrow), k.to(wide).to(narrow), **given)
+        assert torch.equal(attend(q.to(narrow), k.to(wide), k.to(wide), **given), expected)
+
+
 def test_fewer_queries_than_keys_are_the_last_tokens():
     q, k = torch.randn(1, 1, 3, 16), torch.randn(1, 1, 8, 16)
     mask = torch.arange(8) <= torch.arange(5, 8)[:, None]

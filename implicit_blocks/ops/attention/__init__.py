@@ -33,7 +33,8 @@ def attend(
 
     Args:
         q_BHLP: queries.
-        k_BKTP: keys; each head serves H / K query heads.
+        k_BKTP: keys; each head serves H / K query heads. Keys and values of another type, as in a cache, are
+            converted to that of the queries.
         v_BKTP: values.
         mask: (…, L, T) bool, the keys that each query attends to; None: all, or according to ``causal``.
         causal: the queries are the last L of the T tokens, and each attends to itself and earlier tokens. If
@@ -48,6 +49,7 @@ def attend(
         ImportError: the package of an explicitly named backend is missing.
 
     """
+    k_BKTP, v_BKTP = k_BKTP.to(q_BHLP.dtype), v_BKTP.to(q_BHLP.dtype)
     taken = ATTENTION.choose(backend, q_BHLP, k_BKTP, v_BKTP, mask, causal, blocks)
     y: Tensor = taken.run(q_BHLP, k_BKTP, v_BKTP, mask, causal, blocks)
     return y

@@ -19,11 +19,8 @@ from implicit_blocks.ops.backends import Backend, is_forward_mode, is_vmapped
 def _sdpa(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> Tensor:
-    if isinstance(mask, CausalBias):
-        # Such a mask bypasses autocast, and a cache may be in another type than the queries.
-        k_BKTP, v_BKTP = k_BKTP.to(q_BHLP.dtype), v_BKTP.to(q_BHLP.dtype)
-        if after.suits(q_BHLP, k_BKTP):
-            return after.attend_after(q_BHLP, k_BKTP, v_BKTP)
+    if isinstance(mask, CausalBias) and after.suits(q_BHLP, k_BKTP):
+        return after.attend_after(q_BHLP, k_BKTP, v_BKTP)
     causal, grouped = causal and mask is None, q_BHLP.shape[1] != k_BKTP.shape[1]
     # torch's fused kernels support neither forward mode nor vmap; the math backend supports both.
     with sdpa_kernel(SDPBackend.MATH) if is_forward_mode() or is_vmapped() else nullcontext():
