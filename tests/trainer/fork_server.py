@@ -144,7 +144,7 @@ def import_everything() -> None:
     registry.build(spec.training.optimizer, model=model)
     with torch.no_grad():
         model(torch.zeros(1, 4, dtype=torch.int64))
-    # A collection in a fork would go through all of these modules, and copy the memory that they lie in.
+    # A garbage collection in a fork would visit the objects of all these modules and copy their memory pages.
     gc.collect()
     gc.freeze()
 

@@ -75,7 +75,7 @@ def test_stop_when_ends_the_run_when_a_value_exceeds_its_limit(small: Small, tmp
     assert summary["stopped"].startswith("loss ")
     assert summary["stopped"].endswith(" is below 100, for 2 steps")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == summary["stopped"]
-    # Without the callback the rest of the run can still be made, as if it had not stopped.
+    # Without the callback the run can be resumed to its end.
     summary = build(small(), output=tmp_path / "run", device="cpu", resume=True).train()
     assert summary is not None
     assert (summary["steps"], summary["stopped"]) == (4, None)
@@ -161,7 +161,7 @@ def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
     steps = run.loop.progress.step
     assert steps == {"on_start": 0, "on_phase": 0, "on_step": 1}.get(event, 4)
     assert (run.loop.last_checkpoint is not None) == (steps > 0)
-    # The run goes on from there to the same end.
+    # The resumed run has the same end.
     if steps:
         summary = build(small(SHORT), output=tmp_path / "run", device="cpu", resume=True).train()
         assert summary is not None

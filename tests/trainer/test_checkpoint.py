@@ -160,7 +160,7 @@ def test_a_crash_during_a_save_leaves_the_previous_checkpoint(
     def cut(*args: object, **kwargs: object) -> None:
         raise PowerCutError
 
-    # At each of the moments in turn: before the tensors, before the state, before the rename.
+    # The save fails before the tensors, before the state, and before the rename.
     for target in (
         "torch.distributed.checkpoint.filesystem._write_item",
         "trainer.checkpoint.writer.write_json",

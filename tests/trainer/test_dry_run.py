@@ -74,7 +74,7 @@ def test_activation_checkpointing_keeps_one_layer_or_one_step() -> None:
 def test_captured_graphs_keep_weights_and_gradients() -> None:
     plain, captured = memory_of(phase=0), memory_of("training.cuda_graphs=true", phase=0)
     assert plain.graphs == 0
-    # Of the layers' 1.2 B weights, in bfloat16, and points of 4 x 2048 tokens.
+    # Graphs: the 1.2 B weights of the layers in bfloat16, and points of 4 x 2048 tokens.
     assert captured.graphs == pytest.approx(2 * 2 * 1.2085e9 + 5 * 4 * 8192 * 2048, rel=0.02)
     assert captured.total == plain.total + captured.graphs
     dropping = memory_of("training.cuda_graphs=true", "model.dropout=0.1", phase=0)

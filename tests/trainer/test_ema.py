@@ -104,7 +104,7 @@ def test_a_run_evaluates_and_stores_its_averaged_weights(small: Small, tmp_path:
     assert [row["weights"] for row in rows] == ["average"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["weights"] == "average"
-    # Training is that of a run without an average; the figures are those of the stored weights.
+    # Training equals that of a run without an average; evaluations are those of the stored average.
     without = build(small({**EMA, "training.ema": None}), output=tmp_path / "without", device="cpu")
     without.train()
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "without")

@@ -150,7 +150,7 @@ def test_the_newest_complete_checkpoint_of_a_run_is_exported(
 ) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     _cut_short(damaged / "checkpoints" / "step-00000004")
-    # What a process left that was killed while it wrote: not a checkpoint, although it sorts behind them.
+    # The leftover of a killed save: not a checkpoint, although its name sorts last.
     half = Path(shutil.copytree(run / "checkpoints" / "step-00000004", tmp_path / "half"))
     half.rename(damaged / "checkpoints" / "step-00000006.tmp-save")
     assert exported(run, tmp_path / "out", damaged) == 0

@@ -101,7 +101,7 @@ def test_a_real_disk_that_fills_up(
     code = forks.run(arguments(folder, *options), log=log)
     message = log.read_text()
     assert "Traceback" not in message
-    # torch says "unexpected pos 704 vs 598" of a full disk, or the system's words: it depends on the moment.
+    # On a full disk the message is that of the system, or torch's "unexpected pos 704 vs 598".
     failed = [line for line in message.splitlines() if "the checkpoint of step" in line]
     assert all(re.search(r"the disk has 0\.0\d MB free, but a checkpoint takes [\d.]+ MB", x) for x in failed)
     assert failed or policy == "stop"

@@ -228,7 +228,7 @@ def test_a_run_without_checkpoints_loads_its_initial_weights_again(
     shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train(stop_at=2)
     build(small(starting(bounded)), output=tmp_path / "whole", device="cpu").train()
-    # Once it has begun, the other run is not needed any more; it can't be exchanged either.
+    # Once the run has begun, the other run is neither needed nor replaceable.
     with pytest.raises(RunFolderError, match="has started already, so its initial weights can't change"):
         build(small(starting(tmp_path)), output=tmp_path / "run", device="cpu", resume=True)
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train()

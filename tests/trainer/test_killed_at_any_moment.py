@@ -63,7 +63,7 @@ def test_a_run_killed_twenty_times_equals_the_whole_bit_by_bit(
         code = forks.run(arguments(folder, *resume), log=log, **moment)
         assert code == -signal.SIGKILL, f"{code} after {kills} kills:\n{log.read_text()[-3000:]}"
         kills += 1
-        # What an earlier kill left stays until the next save begins; an idle one must not count it.
+        # Leftovers of an earlier kill stay until the next save begins; an idle run must not count them.
         during_saves += not moment.get("idle") and any((folder / "checkpoints").glob("*.tmp-*"))
     assert 5 <= during_saves <= 15
     assert len(rows(folder)) < 48

@@ -50,7 +50,7 @@ def resume(folder: Path) -> int:
     return main(["--resume", "--output", str(folder), "--device", "cpu"])
 
 
-# What is written atomically replaces the link; what is written in place refuses it.
+# Atomic writes replace the link; writes in place reject it.
 REPLACED = ["manifest.json", "summary.json", "report.png", ".manifest.json.tmp", ".summary.json.tmp"]
 REFUSED = [".lock", "metrics.jsonl", "evaluations.jsonl"]
 

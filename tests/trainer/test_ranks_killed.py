@@ -61,7 +61,7 @@ def test_a_run_resumed_after_the_kill_of_one_rank_equals_the_whole(tmp_path: Pat
 
 def test_the_death_of_a_rank_during_a_save_is_reported_by_the_others(tmp_path: Path, forks: Any) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
-    # Four events are its two steps, the next ones tensors that it writes.
+    # The first four events are the two steps of the rank; the next ones are writes of tensors.
     codes = forks.run_ranks(
         2, arguments(folder, "training.max_steps=2"), log=log, orders={1: {"kill_at": 10}}
     )

@@ -71,7 +71,7 @@ def test_a_run_writes_all_its_files(whole: Path, small: Small) -> None:
     assert {row["phase"] for row in rows[5:]} == {"free"}
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert [row["tokens"] for row in rows] == [8 * 12 * step for step in range(1, 13)]
-    # Unrolled takes its steps whatever happens; the search after it stops at its tolerance or its maximum.
+    # The unrolled phase takes all its steps; the search after it stops at its tolerance or maximum.
     assert {row["iterations_max"] for row in rows[:5]} == {3}
 
     evaluations = list(read_metrics(whole / "evaluations.jsonl"))
@@ -87,7 +87,7 @@ def test_a_run_writes_all_its_files(whole: Path, small: Small) -> None:
     assert summary["phases"][0]["changes"][-1] == "training.optimizer.learning_rate: 0.002 → 0.004"
     longest = summary["evaluation"][1]
     assert len(longest["accuracy_by_position"]) == len(longest["iterations_by_position"]) == 16
-    # Accuracy stands beside how far it had converged.
+    # Each accuracy has the convergence of its searches beside it.
     assert {"accuracy_last", "residual", "residual_max", "non_converged", "iterations"} <= longest.keys()
     assert (whole / "report.png").stat().st_size > 10_000
 
@@ -138,7 +138,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(
     monkeypatch.setattr(run.display, "step", dying)
     with pytest.raises(KilledError):
         run.train()
-    # Steps 7 and 8 were logged but not saved: they are made again, and stand in the file once.
+    # Steps 7 and 8 were logged but not saved: they are repeated, and the file has each of them once.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')
     build(small(CURRICULUM), output=folder, device="cpu", resume=True).train()
@@ -209,7 +209,7 @@ def test_a_nan_loss_stops_the_run_before_the_update(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    # No loader: it would ask for batches before their step.
+    # No loader thread: it would request batches before their step.
     run = build(small({**CURRICULUM, "training.loader_threads": 0}), output=folder, device="cpu")
     batch, forward = run.loop.data.batch, run.model.forward
     asked = 0
@@ -234,7 +234,7 @@ def test_a_nan_loss_stops_the_run_before_the_update(
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     assert all(bool(value.isfinite().all()) for value in run.model.state_dict().values())
     assert run.loop.last_checkpoint == folder / "checkpoints" / "step-00000003"
-    # The cause removed, the run goes on from there.
+    # Without the cause of the failure the run resumes.
     assert build(small(CURRICULUM), output=folder, device="cpu", resume=True).train() is not None
 
 

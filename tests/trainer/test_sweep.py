@@ -50,7 +50,7 @@ def test_a_sweep_trains_ordinary_runs_and_continues(
     spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "sweep"
-    # One run of the grid has been interrupted before.
+    # One run of the grid was interrupted earlier.
     changed = load_spec(spec, [f"{RATE}=2e-3", "training.seed=1"])
     assert isinstance(changed, RunSpec)
     interrupted = folder / "runs" / "learning_rate=0.002,seed=1"
@@ -71,14 +71,14 @@ def test_a_sweep_trains_ordinary_runs_and_continues(
     manifest = json.loads((interrupted / "manifest.json").read_text())
     assert [resume["step"] for resume in manifest["resumed"]] == [2]
 
-    # A run is that of python -m trainer, with the same files and values.
+    # A run of the sweep has the files and values of python -m trainer.
     alone = tmp_path / "alone"
     build(changed, output=alone, device="cpu").train()
     assert losses(interrupted) == losses(alone)
     names = {*(path.name for path in alone.iterdir()), "report.png"}  # no plots in the process of the tests
     assert {path.name for path in (folder / "runs" / "learning_rate=0.001,seed=1").iterdir()} == names
 
-    # A wider grid trains its new runs alone; equal values have one run, however they are written.
+    # A wider grid trains only its new runs; differently written equal values share one run.
     before = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/summary.json")}
     assert sweep(spec, folder, "--grid", f"{RATE}=0.001,2.0e-3,4e-3", "--seeds", "1") == 0
     assert "3 runs in" in (shown := capsys.readouterr().out)

@@ -42,7 +42,7 @@ def test_percentiles_are_values_of_sequences_and_survive_divergence() -> None:
 @pytest.mark.parametrize(
     ("iterations", "calls"),
     [
-        # alone: its own; together: all wait until half are done, then those that are done leave
+        # alone: its own iterations; together: all rows, until half are done; then the finished ones leave
         ([[3.0]], 3.0),
         ([[2.0, 2.0, 2.0, 2.0]], 2.0),
         ([[1.0, 8.0, 8.0, 8.0]], 8.0),

@@ -240,9 +240,9 @@ def test_estimated_memory_is_near_that_of_the_published_implementation(
     assert isinstance(spec, RunSpec)
     memory = estimate_memory(spec, spec.phase_specs()[phase])
     assert memory is not None
-    # Where ours takes the loss in chunks of tokens, theirs keeps the logits of all, three times in float32.
+    # Ours computes the loss in chunks of tokens; theirs keeps all logits, three times in float32.
     assert spec.training.micro_batch_size is not None
     logits = 3 * 4 * spec.training.micro_batch_size * spec.data.seq_len * spec.model.padded_vocab_size
     estimate = memory.total - memory.logits + logits
-    # Peak GB on an H100, the same micro-batches, fused kernels: it may be too careful, never too hopeful.
+    # Peak GB on an H100, same micro-batches, fused kernels: an estimate may be too high, never too low.
     assert measured <= estimate / 1e9 <= 1.4 * measured

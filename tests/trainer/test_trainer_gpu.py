@@ -29,7 +29,7 @@ def test_a_run_in_two_parts_equals_the_whole(
     assert summary["device"].startswith("cuda")
     build(spec, output=parts).train(stop_at=3)
     build(spec, output=parts, resume=True).train()
-    # Not to the last bit: CUDA's sums of embedding gradients have no fixed order.
+    # Not bit-identical: CUDA sums embedding gradients in no fixed order.
     tolerance = 1e-4 if precision == "float32" else 1e-2
     for row, other in zip(
         read_metrics(whole / "metrics.jsonl"), read_metrics(parts / "metrics.jsonl"), strict=True

@@ -105,7 +105,7 @@ def test_a_baseline_trains_resumes_to_the_last_bit_and_is_exported(
     config = AutoConfig.from_pretrained(exported)
     assert (config.model_type, config.vocab_size) == (architecture, 6)
     assert getattr(config, "rescale_every", 1) == 1
-    # What was exported answers as the run's evaluation says, by transformers' own forward pass.
+    # The exported model reproduces the run's evaluation with transformers' own forward pass.
     data = load_spec(spec).data
     from implicit_blocks.registry import build
 
@@ -116,7 +116,7 @@ def test_a_baseline_trains_resumes_to_the_last_bit_and_is_exported(
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), sequences.labels.flatten())
     torch.testing.assert_close(loss.item(), summary["evaluation"][0]["loss"], atol=1e-4, rtol=1e-4)
 
-    # A folder is a start as well: its first loss is the exported model's.
+    # A run can start from the folder: its first loss is that of the exported model.
     folder = {"kind": "transformers", "folder": str(exported)}
     again = run_file(tmp_path, architecture, model=folder)
     assert load_spec(again).model.vocab_size == 6

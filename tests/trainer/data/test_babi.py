@@ -195,7 +195,7 @@ def test_missing_files_are_listed(folder, tmp_path):
     (tmp_path / "cut.tar.xz").write_bytes(b"\xfd7zXZ\x00broken")
     with pytest.raises(ValueError, match="cannot be read as an archive"):
         source(tmp_path / "cut.tar.xz")
-    # Damaged in the middle, of no kind that is known, and a file that is no text: a sentence each.
+    # A damaged archive, an unknown format, and a file that is not text each give a one-line message.
     with tarfile.open(tmp_path / "whole.tar.xz", "w:xz") as archive:
         archive.add(folder, arcname="en-valid-10k")
     damaged = bytearray((tmp_path / "whole.tar.xz").read_bytes())
@@ -252,6 +252,6 @@ def test_the_real_archive_has_the_expected_stories():
         "test": 6267,
     }
     assert len(stories.vocabulary) == 179
-    # The training file of qa3 is not in it; 200 stories of the small set stand in, 15 of them held out.
+    # The archive lacks qa3's training file; 200 stories of the small set replace it, 15 of them held out.
     assert sum(story.task == 3 for story in stories.by_split["train"]) == 185
     assert stories.stand_ins == {"qa3_train.txt": 185}

@@ -61,7 +61,7 @@ def test_written_files_match_the_published_format(tmp_path: Path) -> None:
     assert torch.equal(content["inputs"], inputs[3:9])
     assert torch.equal(content["targets"], labels[3:9])
     assert content["vocab_size"].tolist() == [240]
-    # Nothing but the slice: two tensors of 6·16 int64 beside a few kB of zip.
+    # Only the slice is read: two tensors of 6·16 int64 and a few kB of the archive.
     assert (tmp_path / "a.bin").stat().st_size < 6000
 
 

@@ -88,7 +88,7 @@ def test_a_document_does_not_depend_on_other_documents_in_its_row(
         for text in texts:
             ids = torch.tensor([[*text.encode(), END]])
             alone = model(ids[:, :-1], labels=ids[:, 1:])
-            # In the row the end token is an input, too, unless it is the last.
+            # The end token is an input too, unless it is the last token of the row.
             torch.testing.assert_close(
                 packed.logits[:, start : start + len(text)], alone.logits, atol=2e-4, rtol=0
             )

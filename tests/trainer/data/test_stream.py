@@ -70,7 +70,7 @@ def test_batches_cut_one_stream_and_epochs_follow_on(folder: Path) -> None:
     data = open_stream(folder)
     cut = [data.batch(position, 300).inputs for position in range(0, 1500, 300)]
     assert torch.equal(torch.cat(cut), whole)
-    # Ranks take their share and leave out that of others; going back begins anew. Both are exact.
+    # Skipping the shares of other ranks, and restarting for an earlier position, are both exact.
     assert torch.equal(open_stream(folder).batch(700, 9).inputs, whole[700:709])
     assert torch.equal(data.batch(20, 5).inputs, whole[20:25])
     assert not torch.equal(open_stream(folder, shuffle_buffer=0).batch(0, 50).inputs, whole[:50])

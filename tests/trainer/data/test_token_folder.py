@@ -108,7 +108,7 @@ def test_damaged_folders_are_refused(
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         build(spec)
-    # Said before training starts, and by a dry run.
+    # The message appears before training starts, and in a dry run.
     run = ["--spec", "llama_130m", f"data.path={tokens}", "data.seq_len=16", "evaluation.last_tokens=2"]
     for more in (["--dry-run"], ["--device", "cpu", "--output", str(tmp_path / "run")]):
         assert main([*run, *more]) == 2
@@ -127,7 +127,7 @@ def test_checksums_are_verified_once(tokens: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_RANK", "1")
     (folder / "shard_00000.bin").touch()
     assert verify(folder) == 0  # the first process of the node does it
-    # Without checking, what is altered is not noticed: their sizes are right.
+    # Without checksums, altered files of the correct size are not noticed.
     (folder / "shard_00000.bin").write_bytes(bytes((folder / "shard_00000.bin").stat().st_size))
     assert open_tokens(folder).tokens
 
@@ -185,7 +185,7 @@ def test_a_run_is_not_resumed_on_other_tokens(tmp_path: Path, tokens: Path, caps
     capsys.readouterr()
     assert main(["--resume", *output, "--device", "cpu"]) == 2
     assert "differ from those it was trained on (content: " in capsys.readouterr().err
-    # The same tokens at another place are the same; others are taken if the spec names them.
+    # Moved tokens are the same data; other tokens are accepted if the command names them.
     assert main(["--resume", *output, f"data.path={moved}", "--stop-at", "3", "--device", "cpu"]) == 0
     assert main(["--resume", *output, f"data.path={tokens}", "--stop-at", "4", "--device", "cpu"]) == 0
     assert main(["--resume", *output, "--device", "cpu"]) == 0  # these are its own now

@@ -92,7 +92,7 @@ def test_tokens_have_their_probabilities(draw_order: str, p: float) -> None:
     expected[0] += p / 4
     expected *= counts.sum()
     chi_square = ((counts - expected.reshape(-1)) ** 2 / expected.reshape(-1)).sum()
-    # 239 degrees of freedom: mean 239, standard deviation 21.9; five of them either way.
+    # 239 degrees of freedom: mean 239, standard deviation 21.9; the bounds are five deviations.
     assert 130 < chi_square < 349
 
 
@@ -260,7 +260,7 @@ def test_evaluation_sets_have_the_requested_lengths_and_probabilities() -> None:
     by_rank = [batch for r in range(3) for batch in chosen.batches(4, rank=r, world_size=3)]
     assert torch.equal(torch.cat([batch.inputs for batch in by_rank]), inputs)
     assert torch.equal(torch.cat([batch.labels for batch in batches]), naive_labels(stream.problem, inputs))
-    # Equal seeds, and yet no training data.
+    # The evaluation data differ from the training data despite equal seeds.
     assert not torch.equal(next(sets["p0.5_L8"].batches(10)).inputs, stream.batch(0, 10).inputs)
 
 

@@ -54,7 +54,7 @@ def test_averages_of_two_ranks_equal_those_of_one(small: Small, tmp_path: Path, 
             assert losses(name, file) == pytest.approx(losses("one", file), abs=2e-5), (name, file)
         for key, tensor in one.items():
             torch.testing.assert_close(found[key], tensor, atol=1e-4, rtol=0, msg=f"{name}: {key}")
-    # Resumed by one process from the shards of two, with the same average.
+    # One process resumes from the shards of two, with the same average.
     spec = small({**CHANGES, "training.max_steps": 6, "training.distributed": LAYOUTS["fsdp"]})
     run = build(spec, output=tmp_path / "fsdp", device="cpu", resume=True)
     assert isinstance(run.loop.average, WeightAverage)

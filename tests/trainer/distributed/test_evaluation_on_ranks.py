@@ -63,7 +63,7 @@ def test_two_processes_write_the_results_of_one(
     assert evaluate([*arguments, str(tmp_path / "one")]) == 0
     wrong = [*arguments, str(tmp_path / "out"), "--tolerance", "-1"]
     ended = processes("evaluate_tasks", requests=[[*arguments, str(tmp_path / "two")], wrong])
-    # Exit codes, and who announces the files; a request that cannot be carried out ends all processes.
+    # Only rank 0 announces the files; an invalid request ends all processes with its exit code.
     assert ended == [[(0, 1), (2, 0)], [(0, 0), (2, 0)]]
     assert not (tmp_path / "out").exists()
     found, expected = without_times(tmp_path / "two"), without_times(tmp_path / "one")

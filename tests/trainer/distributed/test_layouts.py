@@ -219,7 +219,7 @@ def test_weights_are_gathered_once_per_step(processes: Any, tmp_path: Path) -> N
     )[0]
     # One gather before the forward pass and one reduction after the backward pass, micro-batches or not.
     assert counts["model_2"] == counts["model_6"] == counts["model_6_in_one"] == [(1, 1)] * 2
-    # Layer by layer they grow with the iterations: two layers, four iterations more.
+    # With unit layer they grow with the iterations: two layers, four more iterations.
     (few, _), (many, _) = counts["layer_2"][0], counts["layer_6"][0]
     assert many - few == 2 * 4
 

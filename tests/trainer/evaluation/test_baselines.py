@@ -61,7 +61,7 @@ def test_a_baseline_is_evaluated(
     assert found["lambada"]["perplexity"] > 1
     if architecture != "llama":
         return
-    # The library reads an ordinary Llama as its own explicit model: the same questions, another forward pass.
+    # The library reads an ordinary Llama as its own explicit model, with another forward pass.
     spec_file = str(tmp_path / "run" / "spec.yaml")
     exported = str(tmp_path / "exported")
     assert library(["export", spec_file, exported, "--checkpoint", str(tmp_path / "run")]) == 0

@@ -113,7 +113,7 @@ def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
     assert all(tally.non_converged == 0.0 and tally.iterations > 3.0 for tally in spec)
     assert all(tally.residual < before.residual for tally, before in zip(spec, three, strict=True))
     assert all(1.0 < tally.token_iterations <= tally.iterations for tally in spec)
-    # Each piece of text is read once: the tally counts sequences, not requests.
+    # Each text is read once: the tally counts sequences, not requests.
     assert spec[0].sequences == 6
     lls = [[sample["filtered_resps"] for sample in scores.tasks[0].samples] for scores in found]
     assert lls[0] != lls[1] != lls[2]

@@ -60,7 +60,7 @@ def test_models_are_trained_once_and_scored_per_task(archive, tmp_path, capsys):
     assert (folder / "catbabi.png").read_bytes().startswith(b"\x89PNG")
     message = capsys.readouterr().out
     assert "qa20" in message
-    # Here all its stories are also those of another split.
+    # In this test all stories of the split are also in another split.
     assert "qa3_train.txt is missing: replaced by 0 stories of the set en" in message
     assert written["stand_ins"] == {"qa3_train.txt": 0}
 
@@ -164,7 +164,7 @@ def test_models_of_the_laptop_setting_learn(shared_data, tmp_path):
     written = json.loads((tmp_path / "out/catbabi.json").read_text())
     assert len(written["models"]) == 8
     assert (tmp_path / "out/catbabi.png").stat().st_size > 10_000
-    # A few minutes teach the words that answers are made of: guessing one of all words is right in 1 of 179.
+    # A few minutes of training beat a random word, which is correct with probability 1/179.
     for row in written["models"]:
         assert row["accuracy"] > (0.2 if row["scoring"] == "answers" else 0.05), row["model"]
         assert row["search"] is None or row["search"]["converged"] > 0.7, row["model"]

@@ -195,7 +195,7 @@ def test_models_of_the_laptop_setting_learn(shared_data, tmp_path):
     assert tokenize([*made, "--output", str(tmp_path / "tokens")]) == 0
     arguments = ["language", "--data", str(tmp_path / "tokens"), "--setting", "laptop", "--device", "cpu"]
     arguments += ["--specs", "books_5m_mamba2", "books_5m", "--sequences", "32", "--evaluations", "4"]
-    # The few books are both splits: it is the way that is looked at, not the figures.
+    # The same few books are both splits: this tests the procedure, not the figures.
     changes = ["model.vocab_size=512", "training.threads=1", f"data.validation_path={tmp_path / 'tokens'}"]
     arguments += ["--output", str(tmp_path / "out"), "--set", *changes]
     assert main(arguments) == 0

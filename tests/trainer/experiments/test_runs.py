@@ -35,7 +35,7 @@ def test_a_run_that_another_process_trains_is_waited_for_and_read(
     (folder / "summary.json").rename(tmp_path / "summary.json")  # as while it is being trained
     found: list[runs.Finished] = []
     second = threading.Thread(target=lambda: found.append(runs.train(spec, folder, name="one", device="cpu")))
-    # Locks are of open files, so that a second opening stands for another process.
+    # A lock belongs to an open file, so opening the file again acts like another process.
     with (folder.parent / ".one.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         second.start()

@@ -90,13 +90,13 @@ def test_every_configuration_is_measured_and_plotted(trained, tmp_path, capsys):
     for way in ("Picard", "Anderson, memory 5", "Broyden, memory 5", "Picard, patient"):
         assert tight[way]["iterations_mean"] >= 2
         assert rows[way, "prefix", 0.1]["calls"] <= tight[way]["calls"]
-    # A call for every iteration, and the last one.
+    # One call per iteration, and the final one.
     assert tight["Picard"]["calls"] == tight["Picard"]["iterations_max"] + 1
     assert tight["Picard, damping 0.5"]["calls"] > tight["Picard"]["calls"]
-    # Broyden's and Anderson's memory, a token's share of it, as the specs state it.
+    # The memory of Broyden and Anderson per token, as the specs state it.
     assert tight["Broyden, memory 5"]["state_bytes"] == 12 * 16 * 4 + 14
     assert tight["Anderson, memory 5"]["state_bytes"] == 11 * 16 * 4 + 13
-    # Windows and committed prefixes spare calls of tokens that are done, and find the same points.
+    # Windows and committed prefixes make no calls for finished tokens, and find the same points.
     plain = tight["Picard, damping 0.8"]
     for way in ("Picard 0.8, windows of 4", "Picard 0.8, token by token", "Picard 0.8, prefix committed"):
         if plain["converged"] == tight[way]["converged"] == 1:

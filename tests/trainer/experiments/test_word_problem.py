@@ -80,7 +80,7 @@ def test_the_layers_study_resumes(tiny: str, tmp_path: Path, capsys: pytest.Capt
 
     metrics = folder / "runs/Z2-mamba2-1-L2-seed0/metrics.jsonl"
     before = metrics.stat().st_mtime_ns
-    # One layer is not enough now: two are tried, and the one is not trained again.
+    # One layer no longer suffices: two are trained, and the model with one is not trained again.
     assert main([*common, "--threshold", "1", "--models", "mamba2", "--lengths", "2", "4"]) == 0
     assert metrics.stat().st_mtime_ns == before
     again = read(folder)
@@ -213,7 +213,7 @@ def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
         (["--checkpoints", "runs/one"], "--checkpoints requires --study hard-tokens"),
         (["--study", "hard-tokens", "--checkpoints", "none"], "is neither a run nor a checkpoint of one"),
         (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
-        # A Mamba2 that knows the change is compared first, and not trained in vain.
+        # Overrides are checked for every model before any model is trained.
         (["--models", "mamba2", "llama", "--set", "model.mixer.d_state=4"], "unknown key 'd_state'"),
         (["--models", "implicit-mamba2", "transformers:mambo2"], "did you mean 'mamba2'?"),
         (["--set", "data.group=S5"], "--set data.group=S5 conflicts with --groups"),

@@ -40,7 +40,7 @@ def together(pieces: list[Piece]) -> list[str]:
 def zstd(data: bytes) -> bytes:
     pyarrow = pytest.importorskip("pyarrow", reason=".zst is read by pyarrow")
     compressed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
-    # Its raw frames carry no length in a stream's header, which the reader must not need.
+    # The header of a streamed frame has no length, which the reader must not require.
     return compressed
 
 
@@ -75,7 +75,7 @@ def test_joined_pieces_equal_the_documents(texts: list[str], piece: int, block: 
         patch.setattr(pieces_module, "PIECE", piece)
         pieces = list(pieces_module.cut(iter(blocks), separator))
         assert together(pieces) == expected
-        # Where a document is cut does not depend on how the file is read.
+        # Document boundaries do not depend on the block size of reading.
         again = list(pieces_module.cut(iter([whole]), separator))
         assert [p.text for p in again if p.text] == [p.text for p in pieces if p.text]
 

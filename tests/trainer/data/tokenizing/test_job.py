@@ -190,7 +190,7 @@ def test_a_job_resumes_after_the_finished_shards(tmp_path: Path, monkeypatch: py
     assert len(list(folder.glob("shard_*.bin"))) == 3
     kept = [folder / "shard_00000.bin", folder / "shard_00001.bin"]
     times = [path.stat().st_mtime_ns for path in kept]
-    # A shard that was cut short meanwhile is written again, and those after it.
+    # A shard that was truncated in the meantime and those after it are written again.
     (folder / "shard_00002.bin").write_bytes(b"cut")
     messages: list[str] = []
     tokenize(job(tmp_path), log=messages.append)
@@ -257,7 +257,7 @@ def test_tokens_of_an_incomplete_job_are_rejected(
             open_tokens(path)
     tokenize(job(tmp_path), log=lambda text: None)
     tokens = open_tokens(tmp_path / "out").tokens
-    # The training split is finished, but not what is held out: nothing would be evaluated.
+    # The training split is finished and the validation split is not, so there is nothing to evaluate.
     tokenize(job(tmp_path, "half", validation_fraction=0.5), log=lambda text: None)
     (tmp_path / "half" / "validation" / "manifest.json").unlink()
     with pytest.raises(ValueError, match="validation is not finished"):
