@@ -102,7 +102,7 @@ def test_the_card_has_the_run_s_task_figures_and_convergence_at_the_exported_ste
     ):
         assert fact in text, fact
     assert "`books`" in text
-    assert "/somewhere" not in card  # the folders of a machine are nobody's business
+    assert "/somewhere" not in card  # local paths are not published
     assert "step 30" not in card
 
 

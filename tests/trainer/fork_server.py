@@ -116,7 +116,7 @@ def child(order: dict[str, Any]) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(order.get("env", {}))
-        faulthandler.register(signal.SIGUSR2, all_threads=True)  # what a run that hangs is doing
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # prints the stacks of a hanging run
         code = run(order)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 98

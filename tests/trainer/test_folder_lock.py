@@ -132,7 +132,7 @@ def test_one_process_at_a_time_resumes_a_run(tmp_path: Path, small: Callable[...
     with pytest.raises(RunFolderError, match=f"process {os.getpid()} on"):  # from its building on
         build(spec, output=folder, resume=True, display=Display())
     assert run.train(stop_at=3) is None
-    assert run.train() is not None  # once more: held again
+    assert run.train() is not None  # the lock is held again
     FolderLock(folder / ".lock").release()
 
 
@@ -144,7 +144,7 @@ def test_a_run_that_could_not_be_built_releases_its_lock(
     other = small({"model.d_model": 32})
     with pytest.raises(RunFolderError, match="another model") as refused:
         build(other, output=folder, resume=True, display=Display())
-    assert refused.value.__traceback__ is not None  # the frames are alive: nothing was left to the collector
+    assert refused.value.__traceback__ is not None  # its frames are alive: no garbage collection has happened
     FolderLock(folder / ".lock").release()
 
 

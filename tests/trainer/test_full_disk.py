@@ -150,5 +150,5 @@ def test_unwritten_lines_are_kept_until_there_is_space(
     full.room = 0
     file.write({"step": 5})
     full.room = 10**6
-    file.close()  # the last chance
+    file.close()  # writes the rows that are pending
     assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4, 5]

@@ -141,4 +141,4 @@ def test_lengths_as_multiples_of_the_training_length(small: Small, tmp_path: Pat
     assert summary is not None
     assert [row["length"] for row in summary["evaluation"]] == [12, 24, 48, 96]
     both = small({"evaluation.length_multiples": [1, 2]})
-    assert both.evaluation.at(12).lengths == (12, 16)  # what is given outright holds
+    assert both.evaluation.at(12).lengths == (12, 16)  # an explicit value takes precedence

@@ -72,7 +72,7 @@ def test_a_skipped_batch_makes_no_update_and_is_counted(
     progress = run.loop.progress
     assert (progress.skipped, progress.skipped_in_a_row, progress.samples) == (2, 2, 24)
 
-    infinite_at(2)  # counted anew by what makes them: step 5
+    infinite_at(2)  # the fixture counts from 0 again: step 5
     again = build(small(skipping), output=tmp_path / "run", device="cpu", resume=True)
     summary = again.train()
     assert summary is not None

@@ -66,7 +66,9 @@ def test_the_gradient_norm_is_clipped_to_its_limit() -> None:
     assert length > 2
     for limit in (length / 3, length * 3):
         clipped, before, after = step(max_grad_norm=limit)
-        assert clipped.gradient_norm == pytest.approx(free.gradient_norm, rel=1e-6)  # told as it was
+        assert clipped.gradient_norm == pytest.approx(
+            free.gradient_norm, rel=1e-6
+        )  # reported before clipping
         assert float((after - before).norm()) == pytest.approx(min(limit, length), rel=1e-3)
 
 

@@ -94,7 +94,7 @@ def test_the_duration_of_saves_is_recorded(small: Callable[..., Any], tmp_path: 
     run = build(spec, output=tmp_path / "run", device="cpu")
     run.train()
     stalls = [row["save_stall_seconds"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert [stall > 0 for stall in stalls] == [False, False, True, False, True]  # told by the row after
+    assert [stall > 0 for stall in stalls] == [False, False, True, False, True]  # in the row after each save
     saving = json.loads((tmp_path / "run" / "summary.json").read_text())["saving"]
     assert saving["checkpoints"] == 3  # the last one is at the end
     assert saving["gb"] == pytest.approx(

@@ -124,7 +124,7 @@ def trained(processes: Any, tmp_path_factory: Any) -> Any:
 def test_losses_are_those_of_one_process(trained: Any, model: str, layout: str) -> None:
     expected, (found, same) = trained(model)
     assert_equal_rows(found[layout]["rows"], expected["rows"])
-    assert found[layout]["rows"] == same[layout]["rows"]  # one file, written by one
+    assert found[layout]["rows"] == same[layout]["rows"]  # one file, written by one rank
     assert_equal_evaluations(found[layout]["evaluations"], expected["evaluations"])
 
 

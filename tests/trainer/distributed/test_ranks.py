@@ -161,7 +161,7 @@ def test_the_same_command_runs_under_torchrun(plain: Any, python: Any, tmp_path:
     launcher += ["--start-method", "fork", "--run-path", str(ROOT / "trainer" / "__main__.py")]
     done = python.run([*launcher, *options, str(tmp_path / "two")], cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done in") == 1  # one process speaks
+    assert done.stdout.count("done in") == 1  # only one process prints
     one, two = (
         [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")
     )

@@ -99,7 +99,7 @@ def test_a_run_its_checkpoint_and_its_weights_give_equal_scores(
     for name, source in sources.items():
         output = tmp_path / f"of_{name}"
         assert evaluate(*source, *common, "--output", output, "--device", "cpu") == 0
-        assert not (output / "evaluation.png").exists()  # there is nothing to draw of one budget
+        assert not (output / "evaluation.png").exists()  # a single budget has no plot
         found[name] = results(output)
     (row,) = found["run"]["results"]
     assert list(row["columns"]) == ["PIQA", "WG"]  # no mean of less than all of the paper's columns

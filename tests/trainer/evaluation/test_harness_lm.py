@@ -61,7 +61,7 @@ def test_log_likelihoods_are_those_of_lm_eval_s_own_backend(
     assert min(value for value, _ in expected) < -10
     ours = harness(model, tokenizer)
     assert_equal(answers(ours, tasks), expected)
-    assert ours.truncated > 0  # requests longer than the model's maximum are cut as they are there
+    assert ours.truncated > 0  # both truncate requests longer than the maximum
 
 
 def test_scores_depend_on_neither_batch_nor_padding(family, small_model, tokenizer, benchmarks):

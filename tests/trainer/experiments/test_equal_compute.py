@@ -400,7 +400,7 @@ def test_a_recipe_given_twice_is_refused(tokens, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, at its import
 def test_runs_are_evaluated_without_compiled_layers():
     model = build(spec_of(replace(LOOPED, width=16), Path("tokens")).model)
-    model.compile_layers()  # compiles at the first call, which does not come
+    model.compile_layers()  # would compile at the first call, which is not made
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     assert len(compiled) >= 4
     forget_compiled(model)

@@ -92,7 +92,7 @@ def test_a_finished_run_holds_no_memory_beside_the_next(
     def watched(*args: Any, **options: Any) -> Any:
         run = build(*args, **options)
         models.append(weakref.ref(run.model))
-        run.model.backbone.held = [run.model]  # as what is recorded of a map holds the model that holds it
+        run.model.backbone.held = [run.model]  # a reference cycle, as captured graphs have
         return run
 
     monkeypatch.setattr(runs, "build", watched)
