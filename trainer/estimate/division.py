@@ -19,16 +19,8 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Communication:
-    """Bytes that a rank sends in a step, at most: with ring algorithms, and all iterations of the search.
-
-    ``gradients``: of the weights, and with sharded layouts the weights; ``heads``: outputs of layers that
-    ranks compute together, and their gradients; ``sequences``: keys and values, and states of scans.
-    """
-
-    gradients: int
-    heads: int
-    sequences: int
+class Parts:
+    """Base of estimates whose fields are parts of a total, in bytes."""
 
     @property
     def total(self) -> int:
@@ -39,6 +31,19 @@ class Communication:
         """Return the nonzero parts, in bytes."""
         every = {field.name: int(getattr(self, field.name)) for field in fields(self)}
         return {name: size for name, size in every.items() if size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication(Parts):
+    """Bytes that a rank sends in a step, at most: with ring algorithms, and all iterations of the search.
+
+    ``gradients``: of the weights, and with sharded layouts the weights; ``heads``: outputs of layers that
+    ranks compute together, and their gradients; ``sequences``: keys and values, and states of scans.
+    """
+
+    gradients: int
+    heads: int
+    sequences: int
 
 
 def saved_parameters(model: LanguageModelSpec, ranks: int) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from implicit_blocks.models.counting import ParameterCounts, count_parameters, reads_of_objective
 from implicit_blocks.models.specs import Layer
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec, ModelSpec
 from implicit_blocks.specs.families import total
-from trainer.estimate.division import passed_per_token, saved_parameters, saved_weights
+from trainer.estimate.division import Parts, passed_per_token, saved_parameters, saved_weights
 from trainer.estimate.flops import most_loops
 from trainer.specs.distributed import ResolvedLayout
 from trainer.specs.run import Phase, RunSpec
@@ -38,7 +38,7 @@ _LAYERS_AT_ONCE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(Parts):
     """Memory of a training step on one device, in bytes.
 
     ``gathered`` is the temporary full-model memory of a sharded layout, besides its own share; ``graphs``
@@ -55,16 +55,6 @@ class Memory:
     quantized: int = 0
     activations: int
     logits: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, int]:
-        """Return the nonzero parts, in bytes."""
-        every = {field.name: int(getattr(self, field.name)) for field in fields(self)}
-        return {name: size for name, size in every.items() if size}
 
 
 def resolve_layout(spec: RunSpec, ranks: int) -> ResolvedLayout | None:
