@@ -41,13 +41,13 @@ class Depth(nn.Module, ABC):
         self.register_buffer("draws", None)
 
     def continue_from(self, previous: Depth) -> None:
-        """Take over the state of another depth, which this one replaces."""
+        """Copy the counter of the depth that this one replaces."""
         draws = previous._buffers["draws"]
         if draws is not None:
             self.register_buffer("draws", draws)
 
     def count_draws(self) -> None:
-        """Have the buffer ``draws``, as after a random depth."""
+        """Add the buffer ``draws``, which random depths count in, if there is none."""
         if self._buffers["draws"] is None:
             self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
 

@@ -99,9 +99,9 @@ class TrainingMethods(nn.Module):
         return [block for stack in self.stacks() for block in stack.blocks()]
 
     def match_counters(self, names: Collection[str]) -> set[str]:
-        """Have the counters among the tensors of a checkpoint, and return the names of those that it lacks.
+        """Add the counters that a checkpoint has, and return the names of counters that it lacks.
 
-        The count of random depths is in the state dict since the first phase of a run that has one.
+        The counter of random depths is in the state dict from the first phase with a random depth on.
         """
         if "depth.draws" in names and isinstance(self.spec, ImplicitLMSpec):
             device = self.embedding.weight.device

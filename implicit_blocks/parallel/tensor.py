@@ -140,7 +140,7 @@ _SUMMED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _sum_output(layer: Linear, group: dist.ProcessGroup) -> None:
-    """Have a linear layer add up its products over the ranks, and then its bias."""
+    """Make a linear layer sum its products over the ranks before it adds its bias."""
     base: type[nn.Module] = type(layer)
     if base not in _SUMMED:
 

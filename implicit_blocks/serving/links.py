@@ -108,7 +108,7 @@ class SocketLink:
         self._messages = []
 
     async def stop(self, seconds: float) -> None:
-        """Tell the worker to end; its process waits for it."""
+        """Send the worker the message to end; its process waits for it."""
         assert self._reading is not None
         assert self._writer is not None
         self._reading.cancel()

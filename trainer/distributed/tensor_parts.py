@@ -43,7 +43,7 @@ class TensorParts:
     parts: Mapping[str, LocalPart]
 
     def attach(self, model: nn.Module) -> None:
-        """Have ``parts_of`` find them."""
+        """Store the parts on the model, where ``parts_of`` finds them."""
         vars(model)[_ATTRIBUTE] = self
 
     def named(self, name: str, tensor: Tensor) -> LocalPart | None:

@@ -44,12 +44,12 @@ class WeightAverage:
 
     @property
     def weights(self) -> str:
-        """What the model has in :meth:`applied`: ``average``, or before the first update ``training``."""
+        """The weights that :meth:`applied` uses: ``average``, or ``training`` before the first update."""
         return "average" if self.updates else "training"
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the weights after ``step`` updates of the run into the average."""
+        """Update the average with the weights after ``step`` updates of the run."""
         if step <= self._start:
             return
         parameters = self._parameters()

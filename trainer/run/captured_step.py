@@ -225,7 +225,7 @@ class CapturedStep:
             self.model.agree = fixed_budget if self.not_captured is None else None
 
     def _once_more(self) -> None:
-        """Make the step that was captured, or that could not be."""
+        """Replay the captured step, or run it eagerly if it could not be captured."""
         if self.graph is not None:
             self.graph.replay()
         else:

@@ -72,10 +72,10 @@ class Reconfigures(Protocol):
 
 @runtime_checkable
 class MatchesCounters(Protocol):
-    """Has counters in its state in some phases of a run only."""
+    """Has counters in its state dict in some phases of a run only."""
 
     def match_counters(self, names: Collection[str]) -> set[str]:
-        """Have the counters among the tensors of a checkpoint; return the names of those that it lacks."""
+        """Add the counters among the tensors of a checkpoint; return the names of counters that it lacks."""
 
 
 @runtime_checkable

@@ -13,12 +13,12 @@ from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 
 @dataclass(frozen=True)
 class Reading:
-    """What a published configuration says.
+    """A published configuration as fields of a spec.
 
     Args:
         fields: the model spec as a mapping.
         tensors: how the published tensors correspond to ours.
-        remarks: what the spec cannot say, one sentence each.
+        remarks: what the spec cannot express, one sentence each.
         extra: fields of transformers configurations that a spec does not have.
 
     """
@@ -51,7 +51,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def read(self, config: Mapping[str, Any]) -> Reading:
-        """Return what a published configuration says.
+        """Return a published configuration as fields of a spec.
 
         Raises:
             ValueError: lists all unknown fields and all values that no spec can express.
