@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from equal_compute_scaling import fitted, sentences, series
+from equal_compute_scaling import sentences, series
 from equal_compute_scaling import table as sizes_table
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 from report import RESULTS
@@ -38,6 +38,8 @@ FILES = {
     "once": "equal_compute_once_late",
 }
 """Result files by part of the comparison."""
+SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M")
+"""Parts with text and FLOPs in proportion to the size."""
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = (
@@ -310,10 +312,10 @@ def averages_table(runs: Runs) -> str:
 
 def sizes() -> tuple[str, str]:
     """Return the table of sizes and what the lines say; empty with fewer than two sizes."""
-    runs = [run for part in ("Llama, 2 M", "Llama", "Llama, 10 M") for run in read(part)]
+    runs = [run for part in SIZES for run in read(part)]
     runs = [run for run in runs if run["side"] == "explicit" or run["recipe"]["end_loops"]]
     found = series(runs, layers=[1, 2, 1], optimizer="adamw")
-    return (sizes_table(found), sentences(fitted(found))) if len(found) > 1 else ("", "")
+    return (sizes_table(found), sentences(found)) if len(found) > 1 else ("", "")
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

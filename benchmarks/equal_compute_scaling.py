@@ -1,9 +1,10 @@
 """Perplexity against size at equal compute, with a fitted line for each side: docs/equal_compute.md.
 
-    python benchmarks/equal_compute_scaling.py benchmarks/results/equal_compute_half.json [--picture FILE]
+    python benchmarks/equal_compute_scaling.py benchmarks/results/equal_compute_averaged*.json
 
-Compares an implicit shape with the explicit model of equally many layers at every width that both have, with
-text and FLOPs in proportion. Lines are those of the loss in the logarithm of the number of parameters.
+Each file has one size, or several. Compares an implicit shape with the explicit model of equally many layers
+at every width that both have, with text and FLOPs in proportion. Lines are those of the loss in the logarithm
+of the number of parameters.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 
+from trainer.experiments.equal_compute.compare import MARGIN
 from trainer.experiments.equal_compute.scaling import Line, line_of_differences, line_of_losses
 
 SIDES = ("explicit", "implicit")
@@ -38,6 +40,9 @@ def series(
         layers: of prelude, core and coda of the implicit side.
         optimizer: of both sides; None: the better one of each.
 
+    Raises:
+        ValueError: the budgets of both sides differ by more than 3 %.
+
     """
     found: dict[int, dict[str, list[Mapping[str, Any]]]] = {}
     for recipe, rows in by_recipe([run for run in runs if run["recipe"]["seed"]]).items():
@@ -48,7 +53,13 @@ def series(
         known = sides.get(recipe.side)
         if known is None or mean_perplexity(rows, "choice") < mean_perplexity(known, "choice"):
             sides[recipe.side] = rows
-    return {size: sides for size, sides in sorted(found.items()) if len(sides) == 2}
+    both = {size: sides for size, sides in sorted(found.items()) if len(sides) == 2}
+    for size, sides in both.items():
+        budgets = [sides[side][0]["flops"] / sides[side][0]["recipe"]["share"] for side in SIDES]
+        if max(budgets) > min(budgets) * (1 + MARGIN):
+            texts = " and ".join(f"{budget / 1e15:.3g} PFLOP" for budget in budgets)
+            raise ValueError(f"models of {size / 1e6:.1f} M parameters have budgets of {texts}")
+    return both
 
 
 def losses(found: Mapping[int, Mapping[str, Runs]], side: str) -> dict[int, dict[int, float]]:
@@ -88,16 +99,28 @@ def table(found: Mapping[int, Mapping[str, Runs]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def sentences(lines: Mapping[str, Line]) -> str:
-    """Return the slopes of the lines, and the difference they give for larger models."""
-    lines_of_text = []
+def sentences(found: Mapping[int, Mapping[str, Runs]]) -> str:
+    """Return the slopes of the lines, and the difference they give for larger models, as a Markdown list.
+
+    With fewer than two sizes: that there is no line.
+    """
+    if len(found) < 2:
+        return (
+            f"- {len(found)} size with reported seeds of both sides: no line, and nothing about other sizes"
+        )
+    lines, sizes = fitted(found), sorted(found)
+    statements = []
     for side in SIDES:
         low, high = lines[side].slope_interval
-        lines_of_text.append(f"{side}: perplexity ∝ N^{lines[side].slope:.3f} ({low:.3f} to {high:.3f})")
+        statements.append(f"- {side}: perplexity ∝ N^{lines[side].slope:.3f} ({low:.3f} to {high:.3f})")
+    low, high = (math.expm1(value * math.log(10)) for value in lines["difference"].slope_interval)
+    change = math.expm1(lines["difference"].slope * math.log(10))
+    statements.append(f"- difference per factor of 10 in size: {change:+.1%} ({low:+.1%} to {high:+.1%})")
     for size in LARGER:
         mean, low, high = (math.expm1(value) for value in lines["difference"].at(math.log(size)))
-        lines_of_text.append(f"difference at {size / 1e6:g} M: {mean:+.1%} ({low:+.1%} to {high:+.1%})")
-    return "\n".join(lines_of_text)
+        text = f"the line gives {mean:+.1%} ({low:+.1%} to {high:+.1%})"
+        statements.append(f"- at {size / 1e6:g} M, {size / sizes[-1]:.0f} times the largest size: {text}")
+    return "\n".join(statements).replace("-0.", "\N{MINUS SIGN}0.")
 
 
 def draw(found: Mapping[int, Mapping[str, Runs]]) -> Any:
@@ -130,9 +153,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = [run for path in options.files for run in json.loads(path.read_text())["runs"]]
     found = series(runs, layers=options.layers, optimizer=options.optimizer)
-    print(table(found))
-    if len(found) > 1:
-        print(f"\n{sentences(fitted(found))}")
+    print(f"{table(found)}\n\n{sentences(found)}")
     if options.picture is not None:
         from trainer.reporting.pictures import write_picture
 
