@@ -63,7 +63,7 @@ def keep_no_choices() -> None:
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCache
 
-    AutotuneCache.save = lambda *_, **__: None  # type: ignore[method-assign]
+    AutotuneCache.save = lambda *_, **__: None  # type: ignore[method-assign]  # stores no timings
 
 
 def hold_back(gigabytes: float) -> None:
@@ -92,7 +92,7 @@ def import_first(program: str) -> None:
     from implicit_blocks.ops import accelerated
 
     if Path(program).stem == "gpu_zoo":
-        import trainer.run.build  # noqa: F401
+        import trainer.run.build  # noqa: F401  # imported while Triton only compiles
 
         accelerated.report()  # a run records the versions of all packages, which loads them
     elif torch.cuda.is_available():

@@ -46,7 +46,7 @@ async def measure(
                 now = time.perf_counter()
                 (between if seen else first).append(now - (last if seen else began))
                 seen, last = True, now
-        assert seen and b"data: [DONE]" in tail, "a request was refused or not finished"  # noqa: PT018
+        assert seen and b"data: [DONE]" in tail, "a request was refused or not finished"  # noqa: PT018  # one fact
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for prompt, tokens in left:

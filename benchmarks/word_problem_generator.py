@@ -86,10 +86,10 @@ def measure(*, length: int, p: float, seconds: float) -> list[dict[str, object]]
                 continue
             what = f"sample {str(dtype).removeprefix('torch.')}"
             for n in (512, 8192):
-                add(group, monoid, "fast", what, n, lambda: problem.sample(n, length, generator, dtype=dtype))  # noqa: B023  (called immediately)
+                add(group, monoid, "fast", what, n, lambda: problem.sample(n, length, generator, dtype=dtype))  # noqa: B023  # called immediately
         if monoid or group == "S3":
             stream = WordProblemStream(problem, length=length, seed=0)
-            add(group, monoid, "fast", "stream int64", 128, lambda: stream.batch(128 * 1000, 128))  # noqa: B023  (called immediately)
+            add(group, monoid, "fast", "stream int64", 128, lambda: stream.batch(128 * 1000, 128))  # noqa: B023  # called immediately
     problem = WordProblem(group="A5", monoid="EABX", identity_probability=p, draw_order="published")
     add("A5", "EABX", "published", "sample int64", 2048, lambda: problem.sample(2048, length, generator))
     return rows

@@ -200,7 +200,7 @@ def _at_mark(mark: Any, source: str, at: Place | None) -> Place:
 class _Loader(yaml.SafeLoader):
     """PyYAML with the scalars of YAML 1.2; by default it reads 1e-3 as a string and `no` as false."""
 
-    yaml_implicit_resolvers: Any = {}  # noqa: RUF012 - replaces the parent's table
+    yaml_implicit_resolvers: Any = {}  # noqa: RUF012  # replaces the parent's table
     _depth = _nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:

@@ -90,4 +90,4 @@ def test_a_core_of_another_width_has_no_twin() -> None:
     overrides = ["model.core_d_model=32", "model.core_projection=true", "model.injection.kind=concat"]
     with pytest.raises(ValueError, match=r"core_d_model: .*width 64.*width 32.*core_d_model: null"):
         load_spec("word_problem_s3_explicit", overrides[:2])
-    assert load_spec("word_problem_s3", overrides).model.core_width == 32  # type: ignore[attr-defined]
+    assert load_spec("word_problem_s3", overrides).model.core_width == 32  # type: ignore[attr-defined]  # of a model

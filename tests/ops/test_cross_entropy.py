@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F  # noqa: N812  # the usual name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_blocks.ops import cross_entropy

@@ -56,7 +56,7 @@ def test_only_the_measured_gpu_is_configured(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
 ) -> None:
     module = ModuleType("scans.kernels")
-    module._bmm_chunk_fwd_kernel = tuner(WANTED)  # type: ignore[attr-defined]
+    module._bmm_chunk_fwd_kernel = tuner(WANTED)  # type: ignore[attr-defined]  # a module without types
     monkeypatch.setitem(sys.modules, "scans.kernels", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     tuned.configure_loaded("scans")

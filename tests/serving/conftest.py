@@ -273,7 +273,7 @@ class Gate:
                 raise RuntimeError("the device is gone: /secret/path")
             return step()
 
-        decoder.step = held  # type: ignore[method-assign]
+        decoder.step = held  # type: ignore[method-assign]  # of this object alone
         return decoder
 
 

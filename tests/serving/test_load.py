@@ -173,7 +173,7 @@ def test_a_worker_sends_events_at_intervals_in_order_and_none_is_lost():
         if waited[-1] and any(new.last for one in batches for new in one.generated()):
             ended.set()  # the worker has waited until everything is sent, and has no work
 
-    worker = Worker(None, lambda: Counter(20), Inspections(Bytes()), beat_seconds=60)  # type: ignore[arg-type, return-value]
+    worker = Worker(None, lambda: Counter(20), Inspections(Bytes()), beat_seconds=60)  # type: ignore[arg-type, return-value]  # stand-ins
     worker.inbox.put(Submit([Order(number=0, name="a", prompt=[1], max_tokens=2000)]))
     worker.start(send)
     assert ended.wait(60)

@@ -100,7 +100,7 @@ def run(order: dict[str, Any]) -> int:
             samples.extend(range(position, position + count))
             return batch(self, position, count, **kwargs)
 
-        Prefetcher.batch = noted  # type: ignore[method-assign]
+        Prefetcher.batch = noted  # type: ignore[method-assign]  # of this process
     code = cli.main(order["arguments"])
     if samples:
         Path(order["samples"]).write_text("\n".join(map(str, samples)))

@@ -128,7 +128,7 @@ class Quantized(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

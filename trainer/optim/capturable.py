@@ -49,7 +49,7 @@ def step_where_finite(optimizer: torch.optim.Optimizer, *values: Tensor) -> bool
     finite = torch.stack([value.float() for value in values]).isfinite().all()
     optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]  # the fused kernel reads it
     optimizer.step()
-    del optimizer.found_inf  # type: ignore[attr-defined]
+    del optimizer.found_inf  # type: ignore[attr-defined]  # as above
     return True
 
 

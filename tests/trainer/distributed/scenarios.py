@@ -55,7 +55,7 @@ def watch_types(run: Run) -> dict[str, set[torch.dtype]]:
         types["gradients"] |= {p.grad.dtype for p in run.model.parameters() if p.grad is not None}
         return update(*arguments, **keywords)
 
-    run.loop.optimizer.step = step  # type: ignore[method-assign]
+    run.loop.optimizer.step = step  # type: ignore[method-assign]  # of this object alone
     for module in run.model.modules():
         if isinstance(module, Linear):
             module.register_forward_hook(lambda module, _, output: types["products"].add(output.dtype))
@@ -102,7 +102,7 @@ class Collectives(TorchDispatchMode):
     """Counts the calls of PyTorch's distributed operations."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -118,7 +118,7 @@ def train_each_compiled(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
     def without_kernels(self: Any, **options: Any) -> None:
         compiled(self, backend="aot_eager", **options)
 
-    torch.nn.Module.compile = without_kernels  # type: ignore[method-assign]
+    torch.nn.Module.compile = without_kernels  # type: ignore[method-assign]  # of this process
     return train_each(ranks, runs, folder)
 
 
@@ -183,7 +183,7 @@ def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
             counts = collectives.counts
             of_steps.append((counts["_allgather_base_"], counts["_reduce_scatter_base_"]))
 
-        run.loop._one_step = counted  # type: ignore[method-assign]
+        run.loop._one_step = counted  # type: ignore[method-assign]  # of this object alone
         run.train()
         gathers[name] = of_steps
     return gathers
@@ -238,7 +238,7 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
         def broken(position: int, count: int) -> Any:
             raise ValueError(f"no token at {position}")
 
-        run.loop.data.batch = broken  # type: ignore[method-assign]
+        run.loop.data.batch = broken  # type: ignore[method-assign]  # of this object alone
     if what == "crash" and ranks.rank == 1:
 
         def crash(*_: Any) -> None:
@@ -263,7 +263,11 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
             owner, version = "test", "1"
 
         found = registry.entry
-        registry.entry = lambda family, kind: Entry if kind == "test.broken" else found(family, kind)  # type: ignore
+
+        def entry(family: str, kind: str) -> Any:
+            return Entry if kind == "test.broken" else found(family, kind)
+
+        registry.entry = entry
         run.loop.callbacks._members.append((BrokenSpec(), Broken()))
     if what == "signal" and ranks.rank == 1:
         import signal
@@ -275,7 +279,7 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
             if run.loop.progress.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        run.loop._one_step = interrupted  # type: ignore[method-assign]
+        run.loop._one_step = interrupted  # type: ignore[method-assign]  # of this object alone
         assert run.train() is None
         return run.loop.progress.step
     return None if run.train() is None and what != "signal" else run.loop.progress.step
