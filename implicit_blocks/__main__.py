@@ -181,7 +181,7 @@ def _add_convert(commands: Any) -> None:
     command = _add(
         commands,
         "convert",
-        "convert published checkpoints, or language models of transformers, and back",
+        "convert published models, or language models of transformers, and back",
     )
     command.add_argument("source", type=Path, help="directory with config.json and weights")
     command.add_argument("destination", type=Path, help="new directory")

@@ -35,7 +35,7 @@ LIBRARY: Mapping[str, str] = MappingProxyType(
         "serve": "serve a trained model over HTTP, with OpenAI's API",
         "inspect": "write a report of a text's searches as one HTML file",
         "export": "save a spec's model as a pretrained folder for transformers",
-        "convert": "convert published checkpoints, or language models of transformers, and back",
+        "convert": "convert published models, or language models of transformers, and back",
         "describe": "show a spec's model as a tree, its search settings and its phases",
         "diff": "show the differences between two specs, after extends and defaults",
         "list": "list kinds, their distributions, and plugins that failed",

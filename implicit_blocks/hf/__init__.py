@@ -1,4 +1,4 @@
-"""The models as Hugging Face transformers classes, and conversion of other checkpoints.
+"""The models as Hugging Face transformers classes, and conversion of other pretrained folders.
 
 Importing this package registers the classes with ``AutoConfig``, ``AutoModel``, ``AutoModelForCausalLM``,
 ``AutoModelForSequenceClassification`` and ``AutoModelForTokenClassification`` if transformers is installed;

@@ -1,4 +1,4 @@
-"""The commands ``convert`` (between checkpoint formats) and ``export`` (a spec's model to a folder)."""
+"""The commands ``convert`` (pretrained folders between formats) and ``export`` (a spec's model to a folder)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def convert(
     fold: bool = False,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Convert a checkpoint; the destination is written completely or not at all.
+    """Convert a pretrained folder; the destination is written completely or not at all.
 
     In a folder for transformers, the tokenizer has a padding token and pads on the left, as ``generate``
     requires.

@@ -160,7 +160,7 @@ def test_calls_of_a_penalty_count_in_the_activation_memory() -> None:
         memory = estimate_memory(spec, spec.phase_specs()[1])
         assert memory is not None
         kept.append(memory.activations)
-    assert kept[1] == pytest.approx(6 / 4 * kept[0])  # held by that phase on a GPU: 17.6 and 27 GB
+    assert kept[1] == pytest.approx(6 / 4 * kept[0])  # reserved by that phase on a GPU: 17.6 and 27 GB
 
 
 def test_the_duration_of_the_run_is_the_sum_over_its_phases(capsys: pytest.CaptureFixture[str]) -> None:

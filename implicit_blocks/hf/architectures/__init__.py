@@ -1,4 +1,4 @@
-"""Published checkpoints of looped models: Attractor, Parcae, Huginn and Ouro, read and written.
+"""Published looped models: Attractor, Parcae, Huginn and Ouro, read and written.
 
 One file per architecture maps its configuration to the fields of a spec, and its tensors to ours, in both
 directions. The functions need no transformers.

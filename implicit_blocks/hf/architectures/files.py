@@ -1,4 +1,4 @@
-"""Folders of published checkpoints of looped models: ``config.json`` and weights."""
+"""Folders of published looped models: ``config.json`` and weights."""
 
 from __future__ import annotations
 

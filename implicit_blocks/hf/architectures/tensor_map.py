@@ -1,4 +1,4 @@
-"""Named tensors of a published checkpoint and ours, in both directions.
+"""Named tensors of a published model and ours, in both directions.
 
 A ``TensorMap`` is a list of rules between one or more of our tensors and one or more published ones. A rule
 is linear and invertible, so that the same map reads weights and gradients, and writes them back.
@@ -15,7 +15,7 @@ from torch import Tensor
 from implicit_blocks.checkpoints.folder import check_tensors
 
 OWN = ("depth.draws",)
-"""Buffers of ours that no published checkpoint has: the number of draws of random depths so far."""
+"""Buffers of ours that no published model has: the number of draws of random depths so far."""
 
 Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -58,7 +58,7 @@ class Unused:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """The correspondence of all tensors of one checkpoint.
+    """The correspondence of all tensors of one model.
 
     Args:
         rules: the rules; every tensor is in one of them.
