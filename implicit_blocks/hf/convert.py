@@ -1,4 +1,4 @@
-"""The commands ``convert`` (pretrained folders between formats) and ``export`` (a spec's model to a folder)."""
+"""The commands ``convert`` (pretrained folders between formats) and ``export`` (a model to a folder)."""
 
 from __future__ import annotations
 
