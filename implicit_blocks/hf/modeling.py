@@ -213,6 +213,7 @@ class _ImplicitModel(ImplicitPreTrained):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         window_length: int | None = None,
+        # as in ``_ImplicitForCausalLM``
         tolerance: float | None = None,
         max_iterations: int | None = None,
         damping: float | None = None,
@@ -319,6 +320,7 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, ImplicitPreTrained):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         window_length: int | None = None,
+        # SearchKwargs one by one: transformers validates the arguments of ``generate`` by this signature
         tolerance: float | None = None,
         max_iterations: int | None = None,
         damping: float | None = None,
