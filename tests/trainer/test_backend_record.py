@@ -41,7 +41,7 @@ def test_each_new_backend_is_logged_once_and_recorded():
     backends.note("double", "plain")  # as an evaluation with other shapes does
     backends.note("triple", "plain")
     record.update()
-    assert display.messages == ["computed: double by short", "computed: double by plain, triple by plain"]
+    assert display.messages == ["backends: double by short", "backends: double by plain, triple by plain"]
     assert folder.kept == [
         {"double": {"short": "ran"}},
         {"double": {"short": "ran", "plain": "ran"}, "triple": {"plain": "ran"}},

@@ -30,7 +30,7 @@ class BackendRecord:
         new = [f"{operation} by {backend}" for operation, backend in ran[len(self._known) :]]
         self._known = ran
         if self._folder is not None:
-            self._display.log(f"computed: {', '.join(new)}")
+            self._display.log(f"backends: {', '.join(new)}")
             try:
                 self._folder.record_backends(backends.report())
             except (OSError, RunFolderError) as error:  # the run does not depend on the record
