@@ -337,7 +337,7 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _summary(spec: type[Any]) -> str:
-    return (spec.__doc__ or "").strip().partition("\n")[0]
+    return (spec.__doc__ or "").strip().partition("\n")[0].replace("`", "")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

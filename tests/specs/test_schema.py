@@ -139,6 +139,7 @@ def test_list_shows_kinds_owners_versions_and_failures(install, capsys: pytest.C
     version = registry.entry("solver", "picard").version
     assert listed == [["solver", kind, "implicit_blocks", version] for kind in registry.kinds("solver")]
     assert {"anderson", "picard"} <= {kind for _, kind, *_ in listed}
+    assert "`" not in out  # docstring markup, which a terminal shows unrendered
     assert "Not in use:\n  broken  broken  1.2.3  ModuleNotFoundError: No module named" in out
 
 
