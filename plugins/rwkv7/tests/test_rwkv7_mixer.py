@@ -9,6 +9,7 @@ import torch
 from implicit_blocks_rwkv7 import RWKV7Spec
 
 import implicit_blocks as ib
+from implicit_blocks.ops.backends import Backend
 from implicit_blocks.testing import CUTS, MIXER_CONTRACTS, PADDINGS, check_walk
 from implicit_blocks.testing.mixer_runs import run
 
@@ -45,8 +46,8 @@ def test_decays_stay_within_the_bound_that_the_scan_relies_on(monkeypatch, mixer
         seen.append((float(log_w.min()), float(log_w.max()), float(b.norm(dim=-1).max())))
         return scan(r, log_w, k, v, a, b, **options)
 
-    scan = module.generalized_delta_rule
-    monkeypatch.setattr(module, "generalized_delta_rule", spy)
+    scan = module.DELTA_RULE.choose("plain", *[torch.zeros(1)] * 6).run
+    monkeypatch.setattr(module.DELTA_RULE, "choose", lambda *inputs: Backend("spy", spy))
     for negative in (False, True):
         mixer = ib.build(
             RWKV7Spec(n_heads=2, head_dim=4, negative_eigenvalues=negative), d_model=D_MODEL

@@ -66,7 +66,9 @@ def generalized_delta_rule(
         ValueError: the shapes do not fit.
 
     """
-    _check_shapes(r_BLHK, log_w_BLHK, k_BLHK, v_BLHV, a_BLHK, b_BLHK, initial_state_BHKV, chunk_size)
+    check_shapes(r_BLHK, log_w_BLHK, k_BLHK, v_BLHV, a_BLHK, b_BLHK, initial_state_BHKV)
+    if not 1 <= chunk_size <= LONGEST_CHUNK:
+        raise ValueError(f"chunk_size must be from 1 to {LONGEST_CHUNK}, got {chunk_size}")
     tensors = (r_BLHK, log_w_BLHK, k_BLHK, v_BLHV, a_BLHK, b_BLHK)
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     batch, length, heads, width = k_BLHK.shape
@@ -144,16 +146,10 @@ def _cut(t_BLHK: Tensor, chunks: int, size: int) -> Tensor:
     return t_BHNQK
 
 
-def _check_shapes(
-    r: Tensor,
-    log_w: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    state: Tensor | None,
-    chunk_size: int,
+def check_shapes(
+    r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor | None
 ) -> None:
+    """Raise a ValueError if the arguments of ``generalized_delta_rule`` do not fit together."""
     if k.ndim != 4 or k.shape[1] < 1 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             "expected k (B, L, H, K) with L at least 1, and v (B, L, H, V), got shapes "
@@ -167,5 +163,3 @@ def _check_shapes(
         raise ValueError(
             f"the initial state must have shape (B, H, K, V) = {expected}, got {tuple(state.shape)}"
         )
-    if not 1 <= chunk_size <= LONGEST_CHUNK:
-        raise ValueError(f"chunk_size must be from 1 to {LONGEST_CHUNK}, got {chunk_size}")

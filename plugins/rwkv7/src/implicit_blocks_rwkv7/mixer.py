@@ -18,8 +18,7 @@ from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear, at_least_float32
 from implicit_blocks.mixers.short_conv import DocumentsAround, PaddingPermutation, permute
 from implicit_blocks.mixers.slots import RecurrentSlots
-from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
-from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla
+from implicit_blocks_rwkv7.scan import DELTA_RULE
 from implicit_blocks_rwkv7.spec import RWKV7Spec
 
 FASTEST_DECAY = math.exp(-0.5)
@@ -190,21 +189,14 @@ class RWKV7(Mixer):
         heads_r, heads_k, heads_v = (self._heads(x) for x in (r, key, v))
         tensors = (heads_r, self._heads(log_w), heads_k, heads_v, -kappa, correction)
         before = None if context.begins else state.S_BHKV
-        if spec.backend == "fla":
-            o, S = generalized_delta_rule_fla(
-                *tensors,
-                initial_state_BHKV=before,
-                documents_BL=context.documents_BL,
-                least_log_w=-FASTEST_DECAY,
-            )
-        else:
-            o, S = generalized_delta_rule(
-                *tensors,
-                initial_state_BHKV=before,
-                chunk_size=spec.chunk_size,
-                documents_BL=context.documents_BL,
-                initial_document_B=context.initial_document_B,
-            )
+        scan = DELTA_RULE.choose(spec.backend, *tensors, before, context.documents_BL)
+        o, S = scan.run(
+            *tensors,
+            initial_state_BHKV=before,
+            chunk_size=spec.chunk_size,
+            documents_BL=context.documents_BL,
+            initial_document_B=context.initial_document_B,
+        )
         wide = at_least_float32(o)
         normed = F.layer_norm(wide, wide.shape[-1:], eps=spec.norm_eps * spec.head_dim).flatten(-2)
         normed = torch.addcmul(self.norm_bias.to(wide.dtype), normed, self.norm_weight.to(wide.dtype))
