@@ -1,4 +1,4 @@
-"""Time of the plugins' mixers with kernels and with plain scans, on a GPU.
+"""Time of the plugins' mixers with flash-linear-attention's kernels and with plain scans, on a GPU.
 
     python benchmarks/plugin_kernels.py
 
@@ -18,7 +18,6 @@ from implicit_blocks import registry
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.mixer_runs import begin
 
-KERNELS = {"gated_deltanet": "fla", "rwkv7": "triton"}
 SETTINGS = {
     "gated_deltanet": {"n_heads": 6, "head_dim": 128, "expand_v": 2},
     "rwkv7": {"n_heads": 12, "head_dim": 64, "decay_rank": 64, "rate_rank": 64, "gate_rank": 128},
@@ -70,7 +69,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| mixer | backend | forward ms | GB | forward and backward ms | GB |\n|---|---|---|---|---|---|")
     for kind, settings in SETTINGS.items():
-        for backend in (KERNELS[kind], "plain"):
+        for backend in ("fla", "plain"):
             spec = registry.entry("mixer", kind).spec(backend=backend, **settings)
             numbers = measure(
                 spec,

@@ -21,7 +21,7 @@ def test_flops_grow_with_the_state_and_not_with_the_length():
         ({"n_heads": 0}, "n_heads", "greater than 0"),
         ({"chunk_size": 128}, "chunk_size", "less than or equal to 64"),
         ({"negative_eigenvalue": True}, "negative_eigenvalue", "'negative_eigenvalues'"),
-        ({"backend": "torch"}, "backend", "'auto', 'triton' or 'plain'"),
+        ({"backend": "torch"}, "backend", "'auto', 'triton', 'fla' or 'plain'"),
     ],
 )
 def test_an_invalid_field_is_refused_with_its_name(check_refused, fields, place, message):

@@ -16,6 +16,7 @@ Shape legend: B batch, L tokens, H heads, K key width, V value width, N chunks, 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,9 @@ from torch.nn.functional import pad
 from implicit_blocks.ops.backends import without_autocast
 
 LONGEST_CHUNK = 64
+
+FASTEST_DECAY = math.exp(-0.5)
+"""Bound of RWKV-7's decays: their logarithms are above minus this."""
 
 
 def generalized_delta_rule(

@@ -6,7 +6,6 @@ total rank of the low-rank maps, U injection width = 3 I + R.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,11 +17,9 @@ from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear, at_least_float32
 from implicit_blocks.mixers.short_conv import DocumentsAround, PaddingPermutation, permute
 from implicit_blocks.mixers.slots import RecurrentSlots
+from implicit_blocks_rwkv7.delta_rule import FASTEST_DECAY
 from implicit_blocks_rwkv7.scan import DELTA_RULE
 from implicit_blocks_rwkv7.spec import RWKV7Spec
-
-FASTEST_DECAY = math.exp(-0.5)
-"""Bound of the decays: their logarithms are above minus this."""
 
 SHIFT_POWERS = {"r": 0.2, "k": 0.7, "v": 0.7, "decay": 0.9, "rate": 0.9, "gate": 0.2}
 """Exponents of the initial share of the previous token over the channels, as published."""

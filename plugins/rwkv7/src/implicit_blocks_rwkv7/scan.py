@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.backends import Backend, Operation, is_differentiated_forward
+from implicit_blocks_rwkv7 import fla_scan
 from implicit_blocks_rwkv7.delta_rule import check_shapes, generalized_delta_rule
 
 WIDTHS = (16, 32)
@@ -122,6 +123,7 @@ _scan.register_autograd(_differentiate, setup_context=_keep)
 DELTA_RULE = Operation(
     "generalized delta rule",
     Backend("triton", scan_triton, _refuses, module="triton", package="triton"),
+    fla_scan.BACKEND,
     Backend("plain", generalized_delta_rule),
 )
 """The scan, with a choice of ``generalized_delta_rule`` and kernels."""

@@ -29,9 +29,10 @@ class RWKV7Spec(MixerSpec):
     """Tokens per chunk of the plain scan: affects speed, not values."""
     norm_eps: PositiveFloat = 1e-5
     """Added, times head_dim, to the variance in each head's norm, as published; narrow heads need more."""
-    backend: Literal["auto", "triton", "plain"] = "auto"
+    backend: Literal["auto", "triton", "fla", "plain"] = "auto"
     """`plain`: PyTorch, any device. `triton`: the plugin's kernels, for heads of 16 or 32 on a GPU,
-    without packed documents. `auto`: `triton` where it supports the inputs, else `plain`."""
+    without packed documents. `fla`: flash-linear-attention's, for 16-bit floats, any width and long rows.
+    `auto`: `triton` where it supports the inputs, else `plain`."""
 
     @property
     def inner_width(self) -> int:
