@@ -81,8 +81,8 @@ class ContinuousDecoder:
             steps then run without the fused kernel of the search, which has one rule for all slots.
         max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
             decoding). 1 decodes them one after the other, as is done, with a line in the log, where a mixer
-            or an option of the search does not support several. None: 4 for at most 4 texts on a GPU where
-            fused kernels compute the whole call, otherwise 1.
+            or an option of the search does not support several. None: on a GPU where fused kernels compute
+            the whole call 8 for at most 2 texts and 4 for at most 4, otherwise 1.
         search_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: iterations far from a token's fixed point
             read weights in 8 bits, with one scale per output. The last iterations, and therefore the
             solution, are in full precision. Tokens are then decoded one after the other. On a GPU kernels

@@ -17,12 +17,13 @@ from implicit_blocks.search.options import SearchOptions
 
 _LOG = logging.getLogger(__name__)
 
-AUTOMATIC = 4
-"""The number of tokens in flight of each of at most this many texts where none is given.
+COLUMNS = 16
+"""The default number of tokens in a call: the columns of a product by matrix units.
 
-The tokens of a call are then at most the 16 columns of a product by matrix units: reading the weights takes
-most of the time of a call, which is nearly the same for one column and for 16.
+Reading the weights takes most of the time of such a call, which is nearly the same for one column and for 16.
 """
+SIZES = (8, 4)
+"""The default numbers of tokens in flight of a text, the first of which fits into the columns of a call."""
 
 
 def most_in_flight(asked: int | None, *, max_batch_size: int, max_seq_len: int, fused: bool) -> int:
@@ -41,7 +42,8 @@ def most_in_flight(asked: int | None, *, max_batch_size: int, max_seq_len: int, 
     """
     if asked is not None:
         return tokens_in_flight(asked, max_seq_len=max_seq_len)
-    return AUTOMATIC if fused and max_batch_size <= AUTOMATIC <= max_seq_len else 1
+    fitting = (size for size in SIZES if size * max_batch_size <= COLUMNS and size <= max_seq_len)
+    return next(fitting, 1) if fused else 1
 
 
 def wavefront_of(batch: SlotBatch, tokens: int, *, asked: bool) -> Wavefront | None:
