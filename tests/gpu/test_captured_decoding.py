@@ -305,7 +305,7 @@ def test_launches_that_overlap_change_no_value(mixer, tokens, monkeypatch):
                 assert torch.equal(others, logits)
 
 
-def test_a_few_texts_have_four_tokens_in_flight_by_default(caplog):
+def test_a_few_texts_have_several_tokens_in_flight_by_default(caplog):
     caplog.set_level("INFO")
     in_flight._report_once.cache_clear()  # a test before may have caused the same report
     model = built("mamba2")
@@ -315,7 +315,8 @@ def test_a_few_texts_have_four_tokens_in_flight_by_default(caplog):
         wavefront = ContinuousDecoder(model, **options).wavefront
         return 1 if wavefront is None else wavefront.tokens
 
-    assert tokens() == tokens(max_batch_size=1) == 4
+    assert tokens() == tokens(max_batch_size=3) == 4
+    assert tokens(max_batch_size=2) == tokens(max_batch_size=1) == 8
     for options in (
         {"max_batch_size": 5},
         {"max_seq_len": 3},
