@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from trainer.experiments.equal_compute.compare import require_same_text
+from trainer.experiments.equal_compute.experiment import LAPTOP
 from trainer.experiments.equal_compute.plot import draw
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
@@ -153,6 +154,31 @@ def test_all_steps_were_captured_and_the_choice_had_one_seed() -> None:
     runs = read("gpu")
     assert {run["recipe"]["seed"] for run in runs} == {0}
     assert all(run["captured"] for run in [*runs, *read("llama"), *read("mamba2")])
+
+
+def test_the_laptop_setting_shows_the_order_of_the_larger_models() -> None:
+    path = ROOT / "benchmarks" / "results" / "equal_compute_laptop.json"
+    written = json.loads(path.read_text(encoding="utf-8"))
+    ours = {"shares": (0.6, 1.0)}  # the setting has the whole budget alone, which both sides choose
+    for name, value in {**LAPTOP, **ours}.items():
+        kept = written["settings"][name]
+        assert (tuple(kept) if isinstance(kept, list) else kept) == value, name
+    (comparison,) = written["comparisons"]
+    result, sides = comparison["result"], comparison["sides"].values()
+    assert result["seeds"] == [5, 5]
+    low, high = map(percent, result["interval"])
+    below = f"{percent(-result['difference'], sign=False)} % below 3 explicit layers"
+    assert f"{below} (95 % interval: {low} to {high} %), five seeds each" in PAGE
+    chosen = [(side["recipe"]["learning_rate"], side["recipe"]["weight_decay"]) for side in sides]
+    assert len(set(chosen)) == 1
+    assert all(side["recipe"]["share"] == 1 for side in sides)
+    assert not any(side["marks"] for side in sides)
+    runs = {run["name"]: run for run in written["runs"]}
+    choices = [SEEDS["mean_perplexity"]([runs[name] for name in side["runs"]], "choice") for side in sides]
+    above = percent(choices[0] / choices[1] - 1, sign=False)
+    assert f"the end of the same book, it is {above} % above" in PAGE
+    epochs = [runs[side["runs"][0]]["epochs"] for side in sides]
+    assert f"which they see {epochs[0]:.0f} and {epochs[1]:.0f} times" in PAGE
 
 
 def test_runs_on_other_text_are_not_summarized_together() -> None:

@@ -306,7 +306,7 @@ TINY = {
     "width": 16, "length": 16, "batch_size": 2, "precision": "float32", "families": ("llama",),
     "shapes": ("1-1-1x2",), "layers": (4,), "learning_rates": (1e-2,), "weight_decays": (0.5, 1.0),
     "shares": (1.0,), "petaflops": 7.2e-8, "seeds": (1, 2), "sequences": 4, "side_by_side": 2,
-    "kinds": ("equal_size",),
+    "kinds": ("equal_size",), "average": None,
 }  # fmt: skip
 
 
@@ -333,7 +333,7 @@ def test_the_average_with_the_lowest_perplexity_on_the_choosing_text_is_measured
 ):
     data, report = tokens
     with_validation(monkeypatch, data.with_name("validation.bin"))
-    settings = Settings(**{**TINY, "weight_decays": (0.5,), "seeds": (1,)}, average=(0.5, 0.9))
+    settings = Settings(**{**TINY, "weight_decays": (0.5,), "seeds": (1,), "average": (0.5, 0.9)})
     run(tmp_path / "out", data, report, settings=settings, device="cpu")
     rows = read_results(tmp_path / "out" / "runs")
     assert {row["side"] for row in rows} == {"explicit", "implicit"}

@@ -14,8 +14,8 @@ from trainer.experiments.cli import main
 from trainer.storage.files import read_json, write_json
 
 SMALL = [
-    "--setting", "laptop", "--kinds", "equal_size", "--shapes", "1-1-1x2", "--learning-rates", "4e-3",
-    "--weight-decays", "0.5", "1", "--petaflops", "8e-6", "--seeds", "1", "2", "--sequences", "4",
+    "--setting", "laptop", "--learning-rates", "4e-3", "--weight-decays", "0.5", "1", "--shares", "1",
+    "--average", "0.5", "--petaflops", "4e-6", "--seeds", "1", "2", "--sequences", "4",
 ]  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def change(folder: Path, name: str, **fields: Any) -> None:
     [
         ({"text": {"tokens": 5}}, "different text; train both sides on the same tokens"),
         ({"windows": {"report": 7}}, "different windows; evaluate both on the same sequences"),
-        ({"flops": 9e9}, "more FLOPs than"),
+        ({"flops": 4.5e9}, "more FLOPs than"),
         ({"parameters": 200_000}, "more parameters than"),
     ],
     ids=["text", "windows", "flops", "parameters"],
@@ -76,8 +76,9 @@ def test_early_ends_missing_runs_and_lack_of_convergence_are_marked(copied, caps
     implicit = list((copied / "out" / "runs").glob("*implicit*_s1.json"))
     assert len(implicit) == 1
     row = read_json(implicit[0])
-    for point in row["measured"]["fixed_point"]:
-        point["token_converged"] = 0.5
+    for kind in ("measured", "averaged"):
+        for point in row[kind]["fixed_point"]:
+            point["token_converged"] = 0.5
     left = (row["steps"] - 1) / row["steps"]
     write_json(implicit[0], {**row, "steps": row["steps"] - 1, "flops": row["flops"] * left})
     chosen = read_json(copied / "out" / "equal_compute.json")["comparisons"][0]["sides"]["explicit"]["recipe"]

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--shapes",
         nargs="+",
         metavar="P-C-KxN",
-        help="layers of prelude, core and coda, and loops (1-2-1x3); k2: gradient of the last 2 loops; "
+        help="layers of prelude, core and coda, and loops (1-2-1x3+8@.8); k2: gradient of the last 2 loops; "
         "@.6: one loop for 60 %% of the steps; +8@.8: 8 loops after 80 %% of them",
     )
     add("--layers", nargs="+", type=int, metavar="N", help="layers of explicit models of other sizes (8 12)")
@@ -37,14 +37,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--weight-decays", nargs="+", type=float, metavar="X", help="grid of weight decays (0.75 1.5 3)")
     add("--shares", nargs="+", type=float, metavar="X", help="grid of shares of the FLOP budget (0.6 1)")
     add("--widen", type=int, metavar="N", help="times to widen a grid whose best value is at its edge (0)")
-    add("--petaflops", type=float, metavar="X", help="FLOP budget per run, in PFLOP (3)")
+    add("--petaflops", type=float, metavar="X", help="FLOP budget per run, in PFLOP (1.83)")
     add("--fresh-petaflops", type=float, metavar="X", help="the same for fresh text (0.15)")
     add(
         "--average",
         nargs="+",
         type=float,
         metavar="X",
-        help="also average the weights, with the best of these decays per step",
+        help="averages of the weights, by decay per step; the best counts (0.997 0.998 0.999 0.9995)",
     )
     add("--choosing-seeds", nargs="+", type=int, metavar="N", help="seeds for choosing the recipes (0)")
     add("--seeds", nargs="+", type=int, metavar="N", help="seeds of the reported runs (1 2 3 4 5)")
