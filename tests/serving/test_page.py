@@ -314,6 +314,20 @@ def test_a_phone_shows_everything_without_scrolling_sideways(open_page, products
         check_contrast(page)
 
 
+def test_an_open_table_of_iterates_stays_open_when_the_report_changes(open_page):
+    page = open_page()
+    run(page)
+    page.focus(".tokens")
+    page.locator(".report .segment").first.wait_for()
+    page.click("text=Every iterate")
+    first = page.text_content(".report h3")
+    page.focus(".tokens")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("before => document.querySelector('.report h3').textContent !== before", arg=first)
+    page.locator(".report .segment").first.wait_for()
+    assert page.locator(".report .scroll").first.is_visible()
+
+
 @pytest.mark.parametrize("task", [False, True], ids=["text", "products"])
 def test_texts_have_contrast_and_controls_have_names_focus_and_order(open_page, server, products, task):
     page = open_page(products.url if task else server.url)

@@ -109,11 +109,11 @@ class Answer {
     if (token.converged !== null) facts.push(token.converged ? "converged" : "did not converge");
     if (token.product) facts.push(token.right ? `right: ${nameOf(token.product)}` : `wrong: ${nameOf(token.prediction)} instead of ${nameOf(token.product)}`);
     this.facts.textContent = facts.join(" · ");
-    const parts = [];
+    const parts = [], open = this.charts.querySelector("details")?.open ?? false;
     if (token.curve?.length) parts.push(residualChart(token.curve, this.tolerance));
     if (token.lens?.length) parts.push(lensChart(token));
     if (token.alternatives?.length) parts.push(alternativesList(token));
-    if (token.lens?.length) parts.push(iteratesTable(token));
+    if (token.lens?.length) parts.push(iteratesTable(token, open));
     if (this.loading && !token.lens) parts.push(made("p", { className: "quiet", textContent: "Repeating the search for its curve…" }));
     this.charts.replaceChildren(...parts.filter(Boolean));
   }

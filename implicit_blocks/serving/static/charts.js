@@ -108,17 +108,17 @@ function alternativesList(report) {
 }
 
 /* Every iterate as a table, for readers of the charts' numbers. */
-function iteratesTable(report) {
+function iteratesTable(report, open) {
   const rows = report.lens.map((one) => made("tr", {},
     ...[one.iterations, scientific(report.curve[one.iterations - 1]), nameOf(one), percent(one.log_probability)].map(
       (text) => made("td", { textContent: text }))));
-  return scrolled("Every iterate", ["Iterations", "Residual", "Prediction", "Probability"], rows, "Iterates of the search");
+  return scrolled("Every iterate", ["Iterations", "Residual", "Prediction", "Probability"], rows, "Iterates of the search", open);
 }
 
-function scrolled(title, heads, rows, label) {
+function scrolled(title, heads, rows, label, open = false) {
   const head = made("tr", {}, ...heads.map((text) => made("th", { scope: "col", textContent: text })));
   const body = made("tbody", {}, ...rows);
   const region = made("div", { className: "scroll", tabIndex: 0, attributes: { role: "region", "aria-label": label } },
     made("table", {}, made("thead", {}, head), body));
-  return made("details", {}, made("summary", { textContent: title }), region);
+  return made("details", { open }, made("summary", { textContent: title }), region);
 }
