@@ -269,18 +269,21 @@ def test_word_problems_table_of_explicit_models() -> None:
 
 def test_catbabi_tables_of_longer_rows() -> None:
     found = results("catbabi")["longer_rows"]
-    tests = {(row["seed"], row["length"]): row for row in found["test"]}
-    for seed, *cells in table("catbabi", "seed | steps | rows of 200"):
-        short, long = tests[int(seed), 200], tests[int(seed), 1600]
-        searches = short["search"], long["search"]
+    tests = {(row["model"], str(row["seed"]), row["length"]): row for row in found["test"]}
+    for rate, kind, seed, *cells in table("catbabi", "learning rate | model | seed"):
+        short, long = tests.pop((f"{kind}-1", seed, 200)), tests.pop((f"{kind}-1", seed, 1600))
+        searches = [row["search"] for row in (short, long) if row["search"]]
+        free = [short["training_free_phase"]["non_converged"]] if searches else []
+        assert float(rate) == short["learning_rate"]
         assert cells == [
             str(short["steps"]),
             percent(short["accuracy"], digits=2),
             percent(long["accuracy"]),
             ", ".join(f"{search['iterations']:.1f}" for search in searches),
             ", ".join(percent(search["converged"]) for search in searches),
-            percent(short["training_free_phase"]["non_converged"]),
+            "".join(map(percent, free)),
         ]
+    assert not tests
     rates = {(row["learning_rate"], row["model"]): row for row in found["validation"] if row["length"] == 200}
     for rate, *cells in table("catbabi", "learning rate | steps, implicit"):
         implicit, explicit = (rates[float(rate), f"{kind}-1"] for kind in ("implicit", "explicit"))
