@@ -18,6 +18,7 @@ from implicit_blocks.specs.families import ObjectiveSpec
 def register_components(add: Add) -> None:
     """Register the built-in objectives."""
     add("objective", LastObjectiveSpec, "implicit_blocks.models.objectives:LastObjective.from_spec")
+    add("objective", UntilErrorSpec, "implicit_blocks.models.objectives:UntilError.from_spec")
     add("objective", IteratesObjectiveSpec, "implicit_blocks.models.objectives:IteratesObjective.from_spec")
     add("objective", ExitMixtureSpec, "implicit_blocks.models.objectives:ExitMixture.from_spec")
     add("objective", ExitExpectationSpec, "implicit_blocks.models.objectives:ExitExpectation.from_spec")
@@ -37,6 +38,15 @@ class LastObjectiveSpec(ObjectiveSpec):
     """The cross-entropy of the last iterate's predictions."""
 
     kind: Literal["last"] = "last"
+
+
+class UntilErrorSpec(ObjectiveSpec):
+    """The cross-entropy of each sequence's tokens up to its first wrong prediction.
+
+    For tasks that track a state: the labels after an error belong to another state than the model's.
+    """
+
+    kind: Literal["until_error"] = "until_error"
 
 
 class IteratesObjectiveSpec(ObjectiveSpec):

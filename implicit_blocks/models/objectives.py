@@ -22,6 +22,7 @@ from implicit_blocks.models.objective_specs import (
     ExitMixtureSpec,
     IteratesObjectiveSpec,
     LastObjectiveSpec,
+    UntilErrorSpec,
 )
 from implicit_blocks.models.outputs import Encoded, LMOutput
 from implicit_blocks.models.parts import read_out
@@ -61,6 +62,26 @@ class LastObjective(Objective):
         """Return the loss of the output."""
         assert output.loss is not None
         return output.loss
+
+
+class UntilError(Objective):
+    """The cross-entropy of each sequence's tokens up to its first wrong prediction.
+
+    In a task that tracks a state an error changes the state of the model. Every later label then names the
+    state that another sequence would have led to: its gradient undoes what the model has learned about the
+    following tokens, and says nothing about the error.
+    """
+
+    spec: UntilErrorSpec
+
+    def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
+        """Return the mean over the tokens that have a label and no error before them."""
+        logits = model.predict(encoded.hidden_BLD)
+        wrong = (logits.argmax(-1) != labels_BL) & (labels_BL != -100)
+        after_error = wrong.cumsum(dim=1) - wrong.long() > 0
+        kept = labels_BL.masked_fill(after_error, -100)
+        total = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), ignore_index=-100, reduction="sum")
+        return total / (kept != -100).sum().clamp(min=1)
 
 
 class IteratesObjective(Objective):

@@ -313,6 +313,23 @@ def test_the_loss_of_iterates_is_the_weighted_mean_of_their_losses():
     assert shorter == pytest.approx((each[2] + 3 * last) / 4, rel=1e-10)
 
 
+def test_the_loss_until_an_error_omits_the_tokens_after_it():
+    model = built(objective={"kind": "until_error"}, **LOOPED)
+    ids = tokens()
+    model.eval()
+    with torch.no_grad():
+        labels = model(ids, loops=4).logits.argmax(-1)
+    labels[0, 1] = -100
+    labels[0, 3] = (labels[0, 3] + 1) % VOCABULARY  # the first error of the first sequence
+    labels[0, 5] = (labels[0, 5] + 1) % VOCABULARY
+    kept = labels.clone()
+    kept[0, 4:] = -100
+    expected = model(ids, labels=kept, loops=4).loss.detach()  # in evaluation: the mean over all labels
+    assert float(expected) != pytest.approx(float(model(ids, labels=labels, loops=4).loss.detach()))
+    found = model.train()(ids, labels=labels).loss
+    assert float(found.detach()) == pytest.approx(float(expected), rel=1e-10)
+
+
 def test_windows_in_training_have_the_iterates_of_the_objective():
     model = built(**OBJECTIVES["iterates"], **LOOPED).train()
     ids = tokens()
