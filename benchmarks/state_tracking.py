@@ -11,8 +11,8 @@ side by side in its layer, ``hybrid`` is its explicit twin. The others, ``implic
 the spec included, have as many layers as come closest to the parameters of the hybrid.
 Every combination is a run in ``--runs``; runs that are finished are read, so that a repeated command
 continues, and several processes may share the folder with different tasks. The results contain every run;
-the table has the best learning rate of each model by its accuracy at the training length. ``gated-deltanet``
-and ``rwkv7`` are plugins, with negative eigenvalues.
+the table has the learning rate of each model that is best at the training length, and the lead of the hybrid
+over the best explicit model. ``gated-deltanet`` and ``rwkv7`` are plugins, with negative eigenvalues.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -45,8 +46,8 @@ EXPLICIT = ("hybrid", "mamba2", "attention", "gated-deltanet", "rwkv7")
 MODELS = (*IMPLICIT, *EXPLICIT)
 SIZE_OF = "implicit-hybrid"
 """The model whose number of parameters the others have, as nearly as whole layers allow."""
-KEPT = ("length", "accuracy", "accuracy_last", "sequence_accuracy", "iterations", "iterations_max",
-        "residual_max", "non_converged")  # fmt: skip
+KEPT = ("length", "sequences", "loss", "accuracy", "accuracy_last", "sequence_accuracy", "iterations",
+        "iterations_max", "residual_max", "non_converged")  # fmt: skip
 MOST_LAYERS = 8
 
 
@@ -162,37 +163,58 @@ def row_of(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the accuracy at the longest test, in Markdown: a line per task, a column per model.
+    """Return the accuracy in percent at the longest test, in Markdown: a line per task, a column per model.
 
-    Several seeds are listed; each has its best learning rate by the accuracy at the shortest test.
+    Several seeds are listed. A run that a time limit ended is marked. The last column has the difference
+    between the means of the implicit hybrid and of the best explicit model, in percentage points.
     """
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
-    lines = ["| task | " + " | ".join(models) + " |", "| --- |" + " --- |" * len(models)]
+    compared = SIZE_OF in models and not {*models}.isdisjoint(EXPLICIT)
+    head = [f"`{model}`" for model in models] + ["lead"] * compared
+    lines = ["| task | " + " | ".join(head) + " |", "| --- |" + " --- |" * len(head)]
     for task in TASKS:
-        of_task = [row for row in rows if row["task"] == task]
-        if not of_task:
+        best = {model: found for model in models if (found := _best(rows, task, model))}
+        if not best:
             continue
-        cells = []
-        for model in models:
-            seeds = sorted({row["seed"] for row in of_task if row["model"] == model})
-            found = [
-                max((r for r in of_task if (r["model"], r["seed"]) == (model, seed)), key=_chosen_by)
-                for seed in seeds
-            ]
-            cells.append(
-                ", ".join(f"{100 * row['tests'][-1]['accuracy']:.1f}" for row in found) + " %"
-                if found
-                else "-"
-            )
+        cells = [", ".join(map(_shown, best[model])) if model in best else "-" for model in models]
+        if compared:
+            means = {model: fmean(map(_at_longest, found)) for model, found in best.items()}
+            explicit = [mean for model, mean in means.items() if model in EXPLICIT]
+            known = SIZE_OF in means and explicit
+            cells.append(f"{100 * (means[SIZE_OF] - max(explicit)):+.2f}" if known else "-")
         lines.append(f"| `{task}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _best(rows: list[dict[str, Any]], task: str, model: str) -> list[dict[str, Any]]:
+    """Return for each seed the run whose learning rate is best at the shortest test."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if (row["task"], row["model"]) == (task, model):
+            other = found.setdefault(row["seed"], row)
+            found[row["seed"]] = max(other, row, key=_chosen_by)
+    return [found[seed] for seed in sorted(found)]
+
+
+def _chosen_by(row: dict[str, Any]) -> tuple[float, float, float]:
+    test = row["tests"][0]
+    return test["accuracy"], -test.get("loss", 0.0), -row["learning_rate"]  # older results have no loss
+
+
+def _at_longest(row: dict[str, Any]) -> float:
+    accuracy: float = row["tests"][-1]["accuracy"]
+    return accuracy
+
+
+def _shown(row: dict[str, Any]) -> str:
+    return f"{100 * _at_longest(row):.2f}" + ("†" if row["steps"] < row["of_steps"] else "")
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy at the longest test: what iteration adds to models of one size."""
     from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure
 
-    shades = (BLUE, "#c53030", "#6b46c1", "#b794f4", ORANGE, GREY, GREEN, DARK)
+    shades = (DARK, "#c53030", BLUE, "#b794f4", ORANGE, GREY, GREEN, "#6b46c1")
     colors = dict(zip(MODELS, shades, strict=True))
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
     width = 0.8 / len(models)
@@ -200,22 +222,14 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure = new_figure(width=9.0, height=3.6, title="")
     axes = figure.subplots()
     for index, model in enumerate(models):
-        best = {
-            task: max(own, key=_chosen_by)["tests"][-1]["accuracy"]
-            for task in tasks
-            if (own := [row for row in rows if (row["task"], row["model"]) == (task, model)])
-        }
+        best = {task: found for task in tasks if (found := _best(rows, task, model))}
         places = [tasks.index(task) + width * (index - (len(models) - 1) / 2) for task in best]
-        heights = [100 * share for share in best.values()]
+        heights = [100 * fmean(map(_at_longest, found)) for found in best.values()]
         axes.bar(places, heights, width=0.94 * width, color=colors[model], label=model)
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n") for task in tasks])
     axes.legend(frameon=False, fontsize=8, ncols=len(models), loc="upper center", bbox_to_anchor=(0.5, 1.22))
     finish(axes, title="", x="", y="accuracy at 4 times\nthe training length (%)")
     figure.savefig(path, dpi=100)
-
-
-def _chosen_by(row: dict[str, Any]) -> tuple[float, float]:
-    return row["tests"][0]["accuracy"], -row["learning_rate"]
 
 
 def options_of(words: list[str]) -> argparse.Namespace:

@@ -63,15 +63,3 @@ def test_reasoning_tables_of_mazes() -> None:
         assert eight == [percent(row["solved"]["8"]) for row in found if "8" in row["solved"]] or eight == [
             ""
         ]
-
-
-def test_reasoning_table_of_state_tracking_at_length_256() -> None:
-    rows = {(row["task"], row["model"]): row for row in results("state_tracking")["rows"]}
-    shown = table("reasoning", "task | model | steps")
-    assert len(shown) == len(rows)
-    for task, model, *cells in shown:
-        row = rows[task.strip("`"), model]
-        near, far = row["tests"]
-        assert (near["length"], far["length"], row["of_steps"]) == (64, 256, 1600)
-        shares = (near["accuracy"], far["accuracy"], far["non_converged"])
-        assert cells == [str(row["steps"]), *map(percent, shares)]
