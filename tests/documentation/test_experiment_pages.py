@@ -221,6 +221,18 @@ def test_word_problems_table_of_s5_in_windows() -> None:
         ]
 
 
+def test_word_problems_table_of_losses_until_an_error() -> None:
+    rows = results("word_problem_until_error")["rows"]
+    for row, cells in zip(rows, table("word-problems", "loss of the last phase | seed"), strict=True):
+        spans = ("before", "of_first_5_steps", "of_steps_16_to_25", "of_last_20_steps")
+        assert cells == [
+            f"`{row['objective']}`",
+            str(row["seed"]),
+            *(percent(row[f"accuracy_{span}"]) for span in spans),
+            percent(row["test"]["accuracy_last"]),
+        ]
+
+
 def test_word_problems_table_of_explicit_models() -> None:
     """Each row is a chain of three recipes in one run of the benchmark."""
     chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
