@@ -88,7 +88,7 @@ def _after(
         conv = mamba2_conv.conv_forward(
             projected, added, conv_weight, conv_bias, first=shape.inner, tail_BWC=tail
         )
-        steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=True)
+        steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, sizes=shape, by_block=True)
         x, B, C = divide(conv, shape)
         A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
         y, _, _, _, _, after = mamba_ssm.kernels()._mamba_chunk_scan_combined_fwd(

@@ -180,7 +180,7 @@ def scanned(
 
     conv = mamba2_conv.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
     by_block = not _one_chunk(projected.shape[1], shape)
-    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=by_block)
+    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, sizes=shape, by_block=by_block)
     if by_block and not _walks(projected, shape):
         x, B, C = divide(conv, shape)
         A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
@@ -291,7 +291,7 @@ def _one_chunk_backward(
     """Return the gradients of the convolution's output, the steps before softplus, dt_bias, A_log and D."""
     from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_walk
 
-    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=False)
+    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, sizes=shape, by_block=False)
     dconv, ddt, dA_log, dD = mamba2_one_chunk.backward(dy, conv, steps, A_log, D, sizes=shape)
     ddt = ddt * -torch.expm1(-steps.dt_BHL)  # softplus' = sigmoid = 1 − exp(−softplus)
     return dconv, ddt.transpose(1, 2), ddt.sum((0, 2)), dA_log, dD
@@ -314,7 +314,7 @@ def _scan_backward(
     x, B, C = divide(conv, shape)
     dconv = torch.empty_like(conv)
     dx, dB, dC = divide(dconv, shape)
-    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=True)
+    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, sizes=shape, by_block=True)
     A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
     scan = mamba_ssm.kernels()
     _, ddt, dA, _, _, dD, _, _, _ = scan._mamba_chunk_scan_combined_bwd(

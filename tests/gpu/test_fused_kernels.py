@@ -114,14 +114,18 @@ def test_a_label_outside_the_vocabulary_gives_a_nan_loss(label):
 
 
 SHAPES = {
-    "B2-L256-D256-G1": (2, 256, 256, 1, True, True),
-    "B3-L300-D128-G2-no-injection": (3, 300, 128, 2, False, True),
-    "B2-L77-D192-G1-no-conv-bias": (2, 77, 192, 1, True, False),
-    "B5-L32-D64-G1": (5, 32, 64, 1, True, True),
-    "B3-L150-D128-G2": (3, 150, 128, 2, True, True),
-    "B2-L5-D128-G1": (2, 5, 128, 1, True, True),
-    "B10-L300-D512-G2-walking": (10, 300, 512, 2, True, True),
-    "B20-L512-D256-G1-walking": (20, 512, 256, 1, False, True),
+    "B2-L256-D256-G1": (2, 256, 256, 1, True, True, 64),
+    "B3-L300-D128-G2-no-injection": (3, 300, 128, 2, False, True, 64),
+    "B2-L77-D192-G1-no-conv-bias": (2, 77, 192, 1, True, False, 64),
+    "B5-L32-D64-G1": (5, 32, 64, 1, True, True, 64),
+    "B3-L150-D128-G2": (3, 150, 128, 2, True, True, 64),
+    "B2-L5-D128-G1": (2, 5, 128, 1, True, True, 64),
+    "B10-L300-D512-G2-walking": (10, 300, 512, 2, True, True, 64),
+    "B20-L512-D256-G1-walking": (20, 512, 256, 1, False, True, 64),
+    "B3-L64-D128-G1-P32": (3, 64, 128, 1, False, True, 32),
+    "B3-L200-D128-G2-P32": (3, 200, 128, 2, True, True, 32),
+    "B2-L96-D64-G1-P16": (2, 96, 64, 1, False, True, 16),
+    "B33-L300-D64-G1-P32-walking": (33, 300, 64, 1, True, True, 32),
 }
 
 
@@ -129,9 +133,9 @@ SHAPES = {
 def test_the_fused_mamba2_operator_matches_the_plain_operators(shape, monkeypatch):
     if isinstance(reason := load(mamba_ssm.MODULE), str):
         pytest.skip(reason)
-    batch, length, width, groups, injected, bias = shape
+    batch, length, width, groups, injected, bias, head_dim = shape
     torch.manual_seed(0)
-    spec = ib.Mamba2Spec(d_state=64, n_groups=groups, conv_bias=bias, bias=not bias)
+    spec = ib.Mamba2Spec(d_state=64, head_dim=head_dim, n_groups=groups, conv_bias=bias, bias=not bias)
     mixer = Mamba2(spec, d_model=width).cuda()
     state = mixer.initial_state(batch, device=torch.device("cuda"), dtype=torch.float32)
     committed = SequenceState(batch, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))

@@ -23,7 +23,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``conv`` (B, L, C), and of dt (B, H, L), A_log (H,), D (H,) in float32."""
     batch, length, _ = conv_BLC.shape
-    block = block_of(length)
+    block = block_of(length, sizes)
     blocks = triton.cdiv(length, block)
     pairs = batch * sizes.n_groups
     dconv = torch.empty_like(conv_BLC)

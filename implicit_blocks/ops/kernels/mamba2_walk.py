@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HEADS_AT_ONCE = 16  # heads per program of the step sizes
 BLOCK = 64  # tokens
+WHOLE_ROW = 64  # 16-bit columns from which on a tile's layout in shared memory is independent of its width
 LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
@@ -36,7 +37,13 @@ class Steps(NamedTuple):
 
 
 def step_sizes(
-    projected_BLU: Tensor, added: Added, dt_bias_H: Tensor, A_log_H: Tensor, *, by_block: bool
+    projected_BLU: Tensor,
+    added: Added,
+    dt_bias_H: Tensor,
+    A_log_H: Tensor,
+    *,
+    sizes: Mamba2Sizes,
+    by_block: bool,
 ) -> Steps:
     """Return ``dt = softplus(projected + u + dt_bias)`` of the last H columns, and the running sums.
 
@@ -47,7 +54,7 @@ def step_sizes(
     heads = dt_bias_H.shape[0]
     dt = torch.empty(batch, heads, length, dtype=torch.float32, device=projected_BLU.device)
     a = torch.empty_like(dt)
-    tokens = block_of(length) if by_block else padded(length)
+    tokens = block_of(length, sizes) if by_block else padded(length)
     with torch.cuda.device(dt.device):
         _step_sizes[(batch, triton.cdiv(heads, HEADS_AT_ONCE), triton.cdiv(length, tokens))](
             projected_BLU,
@@ -75,7 +82,7 @@ def forward(
     y = conv_BLC.new_empty(batch, length, sizes.inner)
     shape = (batch, sizes.n_heads, sizes.head_dim, sizes.d_state)
     state = torch.empty(shape, dtype=torch.float32, device=y.device) if return_state else None
-    block = block_of(length)
+    block = block_of(length, sizes)
     with torch.cuda.device(y.device):
         _forward[(batch * sizes.n_heads,)](
             conv_BLC,
@@ -98,9 +105,17 @@ def padded(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def block_of(length: int) -> int:
-    """Return the number of tokens per block."""
-    return min(BLOCK, padded(length))
+def block_of(length: int, sizes: Mamba2Sizes) -> int:
+    """Return the number of tokens per block.
+
+    Blocks of 64 tokens use Hopper's matrix instructions on tiles of N and of P columns, one after another at
+    one place in shared memory. Where the layouts of these tiles differ, ptxas 12.8, the assembler of Triton
+    3.6, may compute the address of the second tile from a register that no instruction has written, and the
+    kernel ends with "an illegal memory access was encountered" (``tools/unset_registers.py`` finds this).
+    Blocks of 32 use instructions without such addresses.
+    """
+    alike = min(sizes.head_dim, WHOLE_ROW) == min(sizes.d_state, WHOLE_ROW)
+    return min(BLOCK if alike else BLOCK // 2, padded(length))
 
 
 def constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
