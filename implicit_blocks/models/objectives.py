@@ -76,12 +76,13 @@ class UntilError(Objective):
 
     def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
         """Return the mean over the tokens that have a label and no error before them."""
-        logits = model.predict(encoded.hidden_BLD)
-        wrong = (logits.argmax(-1) != labels_BL) & (labels_BL != -100)
+        predictions = output.predictions if output.logits is None else output.logits.argmax(-1)
+        wrong = (predictions != labels_BL) & (labels_BL != -100)
         after_error = wrong.cumsum(dim=1) - wrong.long() > 0
         kept = labels_BL.masked_fill(after_error, -100)
-        total = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), ignore_index=-100, reduction="sum")
-        return total / (kept != -100).sum().clamp(min=1)
+        value = read_out(model, encoded, labels=kept, return_logits=False).loss
+        assert value is not None
+        return value
 
 
 class IteratesObjective(Objective):
