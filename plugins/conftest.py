@@ -19,7 +19,6 @@ import implicit_blocks as ib
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.specs import SpecError
 from implicit_blocks.testing import relative_error
-from implicit_blocks.testing.mixer_runs import begin, run
 
 HERE = Path(__file__).resolve().parent
 
@@ -213,16 +212,3 @@ def require_kernels() -> Callable[[str], None]:
             pytest.skip(reason)
 
     return require
-
-
-@pytest.fixture
-def check_missing_kernels() -> Callable[[ib.MixerSpec], None]:
-    """Return a check that a mixer whose spec names a backend that cannot run names the plain one instead."""
-
-    def check(spec: ib.MixerSpec) -> None:
-        mixer = ib.build(spec, d_model=12)
-        z, u = torch.randn(1, 3, 12), torch.randn(1, 3, mixer.injection_width)
-        with pytest.raises((ImportError, ValueError), match="backend 'plain'"):
-            run(mixer, z, u, [3], start=begin(mixer, 1, dtype=torch.float32))
-
-    return check

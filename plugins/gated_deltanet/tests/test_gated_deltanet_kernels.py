@@ -11,7 +11,9 @@ from implicit_blocks_gated_deltanet import kernels as module
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 from implicit_blocks_gated_deltanet.kernels import MODULE, gated_delta_rule_fla
 
+import implicit_blocks as ib
 from implicit_blocks.testing import check_backend
+from implicit_blocks.testing.mixer_runs import begin, run
 
 SHAPES = {
     "H4-K32-V32": {"n_heads": 4, "head_dim": 32, "expand_v": 1},
@@ -29,8 +31,11 @@ def test_the_kernels_equal_the_plain_operators(require_kernels, shape, length, n
     check_backend(spec.model_copy(update={"backend": "fla"}), spec, length=length)
 
 
-def test_requesting_missing_kernels_is_an_error(check_missing_kernels):
-    check_missing_kernels(GatedDeltaNetSpec(n_heads=2, head_dim=4, backend="fla"))
+def test_requesting_missing_kernels_is_an_error():
+    mixer = ib.build(GatedDeltaNetSpec(n_heads=2, head_dim=4, backend="fla"), d_model=12)
+    z, u = torch.randn(1, 3, 12), torch.randn(1, 3, mixer.injection_width)
+    with pytest.raises((ImportError, ValueError), match="backend 'plain'"):
+        run(mixer, z, u, [3], start=begin(mixer, 1, dtype=torch.float32))
 
 
 def test_a_wrong_backward_of_the_kernels_is_replaced_by_the_plain_scans(monkeypatch, caplog):

@@ -13,8 +13,6 @@ Shapes: B batch, L tokens, H heads, K key width, V value width, N chunks. All te
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
@@ -40,7 +38,7 @@ def forward(tensors: list[Tensor], initial: Tensor | None, *, keep: bool = False
     S = v.new_empty(*states, width, V, dtype=torch.float32)
     columns = min(V, PER_WARP // width)
     sizes = {"K": width, "V": V, "COLUMNS": columns, "CHUNK": CHUNK}
-    with _on_device(v):
+    with torch.cuda.device_of(v):
         _forward[(batch * heads, V // columns)](
             *tensors, S if initial is None else initial, out, S, length, heads,
             INITIAL=initial is not None, KEEP=keep, **sizes, num_warps=1, num_stages=1,
@@ -64,18 +62,13 @@ def backward(
     (batch, length, heads, width), V = tensors[2].shape, tensors[3].shape[3]
     kept = forward(tensors, initial, keep=True)
     gradients = [torch.empty_like(t) for t in (*tensors, state)]
-    with _on_device(do):
+    with torch.cuda.device_of(do):
         _backward[(batch * heads,)](
             *tensors, *kept, state, do, state if dstate is None else dstate, *gradients, length, heads,
             DSTATE=dstate is not None, K=width, V=V, CHUNK=CHUNK,
             num_warps=max(1, width * V // PER_WARP), num_stages=1,
         )  # fmt: skip
     return gradients
-
-
-def _on_device(t: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which kernels are launched on the tensor's GPU; the interpreter has none."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 @triton.jit
