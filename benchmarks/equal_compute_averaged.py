@@ -331,7 +331,10 @@ def _range(values: Sequence[str]) -> str:
 
 
 def tables() -> Iterator[tuple[str, str]]:
-    """Yield the title and the text of every table of the page that was measured; a single run is none."""
+    """Yield the title and the text of each table of the page that has runs.
+
+    A table of reported seeds has two runs or more.
+    """
     for part in FILES:
         runs = read(part)
         if choosing(runs):
