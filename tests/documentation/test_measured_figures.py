@@ -436,3 +436,18 @@ def test_the_scan_times_on_the_cpu_equal_the_results():
         f"| {ours:.0f} ms; transformers 5.23 takes {messages[0]} at its chunk size of 256, {messages[1]}"
         in NOTES
     )
+
+
+def test_losses_of_training_with_searches_in_8_bit_floats():
+    rows, losses = results("search_dtype_losses")["rows"], program("search_dtype_losses").losses
+    plain, quantized = losses(rows, "null"), losses(rows, "float8_e4m3fn")
+    page = words("docs/backends.md")
+    for found in (quantized, plain):
+        first, second, third = (f"{found[seed]:.3f}" for seed in (0, 1, 2))
+        assert f"{first}, {second} and {third} with" in page
+    differences = [quantized[seed] - plain[seed] for seed in plain]
+    spread = max(plain.values()) - min(plain.values())
+    assert f"a mean difference of {sum(differences) / 3:.3f}, where the seeds differ by {spread:.3f}" in page
+    assert max(map(abs, differences)) < spread
+    first, second, third = (f"{difference:.3f}" for difference in differences)
+    assert f"final validation losses differ by {first}, {second} and {third}," in NOTES
