@@ -214,7 +214,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw the accuracy at the longest test: what iteration adds to models of one size."""
     from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure
 
-    shades = (DARK, "#c53030", BLUE, "#b794f4", ORANGE, GREY, GREEN, "#6b46c1")
+    shades = ("#63b3ed", "#2c5282", BLUE, "#b794f4", ORANGE, GREY, GREEN, DARK)
     colors = dict(zip(MODELS, shades, strict=True))
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
     width = 0.8 / len(models)
@@ -225,9 +225,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         best = {task: found for task in tasks if (found := _best(rows, task, model))}
         places = [tasks.index(task) + width * (index - (len(models) - 1) / 2) for task in best]
         heights = [100 * fmean(map(_at_longest, found)) for found in best.values()]
-        axes.bar(places, heights, width=0.94 * width, color=colors[model], label=model)
+        layers = next(iter(best.values()))[0]["layers"]
+        label = f"{model}, {layers} layer{'s' * (layers > 1)}"
+        axes.bar(places, heights, width=0.94 * width, color=colors[model], label=label)
     axes.set_xticks(range(len(tasks)), [task.replace("_", "\n") for task in tasks])
-    axes.legend(frameon=False, fontsize=8, ncols=len(models), loc="upper center", bbox_to_anchor=(0.5, 1.22))
+    figure.legend(frameon=False, fontsize=9, ncols=3, loc="outside upper center")
     finish(axes, title="", x="", y="accuracy at 4 times\nthe training length (%)")
     figure.savefig(path, dpi=100)
 

@@ -148,6 +148,19 @@ def test_the_documented_table_is_that_of_the_results(program: Any, name: str) ->
     assert program.table(results["rows"]) in (REPOSITORY / "docs/reasoning.md").read_text()
 
 
+def test_the_documented_headline_is_that_of_the_results(program: Any) -> None:
+    rows = json.loads((REPOSITORY / "benchmarks/results/state_tracking.json").read_text())["rows"]
+    best = {task: program._best(rows, task, program.SIZE_OF)[0] for task in program.TASKS}
+    assert sum(row["tests"][-1]["accuracy"] >= 0.99 for row in best.values()) == 9
+    for task, row in best.items():
+        explicit = [found for model in program.EXPLICIT for found in program._best(rows, task, model)]
+        assert row["tests"][-1]["accuracy"] >= max(found["tests"][-1]["accuracy"] for found in explicit)
+    iterations = {task: round(row["tests"][-1]["iterations"]) for task, row in best.items()}
+    least, most = (how(iterations, key=iterations.__getitem__) for how in (min, max))
+    page = " ".join((REPOSITORY / "docs/reasoning.md").read_text().split())
+    assert f"{iterations[least]} (`{least}`) to {iterations[most]} times (`{most}`)" in page
+
+
 def test_the_picture_is_drawn(program: Any, tmp_path: Path) -> None:
     results = json.loads((REPOSITORY / "benchmarks/results/state_tracking.json").read_text())
     program.draw(results["rows"], tmp_path / "picture.png")
