@@ -204,13 +204,19 @@ def test_word_problems_table_of_s5_in_one_run() -> None:
 
 
 def test_word_problems_table_of_s5_in_windows() -> None:
-    rows = results("word_problem_long")["s5_long"]["rows"]
-    for row, cells in zip(rows, table("word-problems", "seed | steps | minutes"), strict=True):
+    found = results("word_problem_long")
+    rows = [
+        (loss, row)
+        for loss, kind in (("`until_error`", "s5_long"), ("`last`", "s5_long_all_tokens"))
+        for row in found[kind]["rows"]
+    ]
+    for (loss, row), cells in zip(rows, table("word-problems", "loss | seed | minutes"), strict=True):
         phases = {phase["name"]: phase for phase in row["phases"]}
         tests = {(test["identity_probability"], test["length"]): test for test in row["tests"]}
+        assert row["steps"] == row["of_steps"]
         assert cells == [
+            loss,
             str(row["seed"]),
-            str(row["steps"]),
             f"{row['training_minutes']:.1f}",
             *(
                 percent(phases[name]["accuracy_at_the_end"], digits=2)
