@@ -30,7 +30,6 @@ FOUR: dict[str, Any] = {"layers": [0, 4, 0]}
 LOOPED: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3, **END}
 EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
 TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
-DEEP: dict[str, Any] = {"layers": [2, 4, 2], "loops": 3, **END}
 FEW: dict[str, Any] = {"layers": [3, 2, 3], "loops": 3, **END}
 LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995]}
 MAMBA2: dict[str, Any] = {
@@ -48,8 +47,9 @@ def lists() -> dict[str, Runs]:
 
     Those of one seed choose recipes, for `--chosen`. Their texts have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.15 M for ``10m`` and 2.65 M for ``muon`` and ``longer``; that of
-    ``mamba2`` has a quarter, 1.48 M. FLOPs are in proportion to text and parameters; of the small models the
-    batches are smaller, so that they take as many steps.
+    ``mamba2`` and ``mamba2_longer`` has a quarter, 1.48 M. FLOPs are in proportion to text and parameters,
+    but twice that in the lists ``longer``; of the small models the batches are smaller, so that they take as
+    many steps.
     """
     pair = (FOUR, LOOPED)
     tiny: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
@@ -63,7 +63,10 @@ def lists() -> dict[str, Runs]:
         return [{**common, **shape, **point} for point in tuned for shape in shapes]
 
     return {
-        "mamba2": grid(MAMBA2, (EIGHT, DEEP, TWICE, FEW), (2e-3, 2.0), (2e-3, 4.0), (4e-3, 2.0), (2e-3, 1.0)),
+        "mamba2": grid(
+            MAMBA2, (EIGHT, TWICE, FEW), (2e-3, 4.0), (2e-3, 8.0), (4e-3, 4.0), (2e-3, 2.0), (4e-3, 2.0)
+        ),
+        "mamba2_longer": grid({**MAMBA2, "petaflops": 1.64}, (EIGHT, TWICE), (2e-3, 4.0), (2e-3, 8.0)),
         "0.7m": grid(smaller, pair, (4e-3, 1.5), (2e-3, 1.5), (4e-3, 0.75), (8e-3, 0.75), (8e-3, 1.5)),
         "2m": grid(small, pair, (2e-3, 1.5), (4e-3, 1.5), (4e-3, 0.75), (2e-3, 0.75)),
         "muon": grid({**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),
