@@ -1,8 +1,11 @@
 """Training steps that are captured on a GPU: on the CPU they equal those of the training loop."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from implicit_blocks.specs.base import validate
 from trainer.data.token_files import write_tokens
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
 from trainer.reporting.metrics import read_metrics
+from trainer.run import side_by_side
 from trainer.run.build import build
 from trainer.run.captured_step import refuse_unsupported, why_not_captured
 from trainer.run.side_by_side import Planned, Trained, begin, train_side_by_side
@@ -134,6 +138,47 @@ def test_runs_that_do_not_end_in_time_are_named(tokens):
     ended: list[Trained] = []
     assert train_side_by_side(queue, device=CPU, on_end=ended.append, seconds=0.0) == names
     assert ended == []
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Return the time, in a list, that the clock of runs side by side reads."""
+    now = [0.0]
+    monkeypatch.setattr(
+        side_by_side, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    )
+    return now
+
+
+def evaluated_for_100_seconds(now: list[float], ended: list[str]) -> Callable[[Trained], None]:
+    """Return a function that ends a run while all others launch the rest of their steps."""
+
+    def end(one: Trained) -> None:
+        for _ in range(100):
+            one.meanwhile()
+        now[0] += 100.0
+        ended.append(one.planned.name)
+
+    return end
+
+
+def test_a_run_whose_last_step_is_launched_ends_after_the_time_is_over(tokens, now):
+    queue = [Planned(one.name, spec_of(one, tokens), 1.0) for one in (EXPLICIT, LOOPED)]
+    ended: list[str] = []
+    end = evaluated_for_100_seconds(now, ended)
+    assert train_side_by_side(queue, device=CPU, on_end=end, at_once=3, seconds=50.0) == []
+    assert sorted(ended) == sorted(one.name for one in queue)
+
+
+def test_the_rate_is_known_after_a_long_evaluation(tokens, now):
+    recipes = (EXPLICIT, LOOPED, replace(LOOPED, seed=1))
+    queue = [Planned(one.name, spec_of(one, tokens), 1.0) for one in recipes]
+    lines: list[str] = []
+    end = evaluated_for_100_seconds(now, [])
+    limits: dict[str, Any] = {"side_by_side": 1, "seconds": 110.0}
+    missing = train_side_by_side(queue, device=CPU, on_end=end, log=lines.append, **limits)
+    assert missing == [queue[2].name]
+    assert lines[-1] == f"{queue[2].name}: not started: needs 111 s, 10 s remain"
 
 
 def test_averaged_weights_are_those_of_a_moving_average(tokens):

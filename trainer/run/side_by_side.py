@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 QUEUED = 2
 """Loads of batches that a model's stream may have waiting: enough to keep it busy during an evaluation."""
 KNOWN_AFTER, WINDOW = 60.0, 30.0
-"""Seconds after which the rate of the device is planned with, and over which it is measured."""
+"""Seconds after which the rate of the device is planned with, and over which, at least, it is measured."""
 ALONE = 0.45
 """Rate of a model that trains alone, as a share of that of several: a cautious estimate."""
 
@@ -169,8 +169,8 @@ def train_side_by_side(
     """Train the runs of a queue in its order, some side by side; return the names of those not finished.
 
     A run that would not end in time at the measured rate is not started; a shorter one after it may start.
-    Where the time becomes too short for all that are training, the last of them wait. Runs that have not
-    ended when the time is over are given up.
+    Where the time becomes too short for all that are training, the last of them wait. When the time is over,
+    runs whose last step is launched still end, and all others are given up.
 
     Args:
         queue: the runs, the most important first.
@@ -187,7 +187,7 @@ def train_side_by_side(
     waiting, missing = deque(queue), list[str]()
     active, ended = list[Trained](), list[Trained]()
     clock = _Clock(seconds)
-    while (waiting or active or ended) and clock.left > 0:
+    while ended or any(one.finished for one in active) or (clock.left > 0 and (waiting or active)):
         pending, ended = ended, []  # evaluated after the start of those that follow, which train meanwhile
         clock.record(sum(_work(one) for one in active))
         rate = clock.rate
@@ -205,7 +205,7 @@ def train_side_by_side(
         for number, one in enumerate(list(active)):
             ahead += one.planned.flops - _work(one)
             # Where the time is too short for all, the first ones are to end.
-            affordable = number == 0 or ahead / rate < clock.left
+            affordable = clock.left > 0 and (number == 0 or ahead / rate < clock.left)
             if one.ready() and not one.finished and affordable:
                 one.advance()
                 moved = True
@@ -220,8 +220,6 @@ def train_side_by_side(
             on_end(one)
         if not moved and not pending:
             time.sleep(0.0005)
-    for one in ended:
-        on_end(one)
     for one in active:
         one.step.synchronize()
         log(f"{one.planned.name}: time limit reached after {one.step.done} of {one.total} steps")
@@ -265,7 +263,8 @@ class _Clock:
         now = self.now
         if not self._samples or now - self._samples[-1][0] > 1:
             self._samples.append((now, self.ended + work_of_active))
-            while now - self._samples[0][0] > WINDOW:
+            # The first sample is as old as the window or older, however long an evaluation took.
+            while len(self._samples) > 1 and now - self._samples[1][0] > WINDOW:
                 self._samples.popleft()
 
 
