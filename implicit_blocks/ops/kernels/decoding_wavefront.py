@@ -183,6 +183,7 @@ def decide_tokens(
 ) -> None:
     """Decide which tokens are solved, begin anew, begin or continue, and move the windows."""
     rows, tokens, width = value_RWD.shape
+    padded, block = triton.next_power_of_2(tokens), triton.next_power_of_2(width)
     with on_device(value_RWD.device):
         _decide_tokens[(rows,)](
             rows_R,
@@ -197,8 +198,9 @@ def decide_tokens(
             tolerance,
             max_iterations,
             W=tokens,
-            BLOCK_W=triton.next_power_of_2(tokens),
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK_W=padded,
+            BLOCK=block,
+            TOGETHER=min(padded, max(1, 4096 // block)),  # points at a time
             **overlapping(value_RWD.device),
             num_warps=8,
         )
@@ -308,12 +310,6 @@ def _choose_tokens(logits_ptr, chosen_ptr, V, BLOCK: tl.constexpr, PDL: tl.const
 
 
 @triton.jit
-def _moved(field, moves):
-    """Return the entries of a vector that the rows of ``moves`` select, one each."""
-    return tl.sum(tl.where(moves, field[None, :], 0), axis=1)
-
-
-@triton.jit
 def _any(flags):
     return tl.max(flags.to(tl.int32), axis=0) > 0
 
@@ -323,7 +319,7 @@ def _decide_tokens(
     rows_ptr, tokens_ptr, next_ptr, z_ptr, best_ptr, lowest_ptr, residual_ptr, scale_ptr, iterations_ptr,
     as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
     value_ptr, following_ptr, chosen_ptr, report_ptr, counts_ptr, D, T, tolerance, most,
-    W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -391,20 +387,24 @@ def _decide_tokens(
     place = end - commits
     kept = order < place
     fresh = (order == place) & begins
-    moves = tl.minimum(order + commits, W - 1)[:, None] == order[None, :]
-    anew = (_moved(again.to(tl.int32), moves) > 0) & kept
-    tl.store(tokens_ptr + at, tl.where(fresh, token, _moved(tokens, moves)), mask=real)
-    tl.store(next_ptr + at, _moved(chosen, moves), mask=real)
-    tl.store(lowest_ptr + at, _moved(lowest, moves), mask=real)
-    tl.store(residual_ptr + at, _moved(residual, moves), mask=real)
-    tl.store(scale_ptr + at, _moved(scale, moves), mask=real)
-    tl.store(iterations_ptr + at, _moved(iterations, moves), mask=real)
-    tl.store(as_head_ptr + at, _moved(as_head, moves), mask=real)
+    moves = tl.minimum(order + commits, W - 1).to(tl.int32)
+    # All flags are moved together, one bit each.
+    flags = improved.to(tl.int32) + 2 * (stays & (done == 0)).to(tl.int32) + 4 * solved.to(tl.int32)
+    flags += 8 * given_up.to(tl.int32) + 16 * again.to(tl.int32) + 32 * clean.to(tl.int32)
+    moved = tl.gather(flags, moves, 0)
+    anew = ((moved & 16) > 0) & kept
+    tl.store(tokens_ptr + at, tl.where(fresh, token, tl.gather(tokens, moves, 0)), mask=real)
+    tl.store(next_ptr + at, tl.gather(chosen, moves, 0), mask=real)
+    tl.store(lowest_ptr + at, tl.gather(lowest, moves, 0), mask=real)
+    tl.store(residual_ptr + at, tl.gather(residual, moves, 0), mask=real)
+    tl.store(scale_ptr + at, tl.gather(scale, moves, 0), mask=real)
+    tl.store(iterations_ptr + at, tl.gather(iterations, moves, 0), mask=real)
+    tl.store(as_head_ptr + at, tl.gather(as_head, moves, 0), mask=real)
     tl.store(fresh_ptr + at, (anew | fresh).to(tl.int8), mask=real)
-    tl.store(clean_ptr + at, _moved(clean.to(tl.int32), moves).to(tl.int8), mask=real)
-    tl.store(within_ptr + at, _moved(new_within, moves), mask=real)
-    tl.store(done_ptr + at, ((_moved(new_done.to(tl.int32), moves) > 0) & kept).to(tl.int8), mask=real)
-    tl.store(converged_ptr + at, _moved(solved.to(tl.int32), moves).to(tl.int8), mask=real)
+    tl.store(clean_ptr + at, ((moved & 32) > 0).to(tl.int8), mask=real)
+    tl.store(within_ptr + at, tl.gather(new_within, moves, 0), mask=real)
+    tl.store(done_ptr + at, (((moved & 12) > 0) & kept).to(tl.int8), mask=real)
+    tl.store(converged_ptr + at, ((moved & 4) > 0).to(tl.int8), mask=real)
     tl.store(count_ptr + slot, place + begins.to(tl.int64))
     tl.store(lengths_ptr + slot, length + commits)
     tl.atomic_add(counts_ptr, count)
@@ -412,21 +412,24 @@ def _decide_tokens(
     restarts = ((end < count) & begins).to(tl.int64) + _any(anew).to(tl.int64)
     tl.atomic_add(counts_ptr + 2, restarts)
     column = tl.arange(0, BLOCK)
-    wide = column < D
-    for number in tl.static_range(W):  # a point is read before the one of an earlier place replaces it
+    for first in tl.static_range(0, W, TOGETHER):
+        number = first + tl.arange(0, TOGETHER)
         source = tl.minimum(number + commits, W - 1)
-        this = order == source
-        here_z, here_value = (slot * W + source) * D + column, (row * W + source) * D + column
-        old = tl.load(z_ptr + here_z, mask=wide, other=0.0)
-        best = tl.load(best_ptr + here_z, mask=wide, other=0.0)
-        value = tl.load(value_ptr + here_value, mask=wide, other=0.0)
-        following = tl.load(following_ptr + here_value, mask=wide, other=0.0)
-        best = tl.where(_any(this & improved), value, best)
-        z = tl.where(_any(this & stays & (done == 0)), following, old)
-        z = tl.where(_any(this & solved), value, z)
-        z = tl.where(_any(this & given_up), best, z)
-        z = tl.where(tl.abs(tl.sum(z, axis=0)) < float("inf"), z, old)
-        z = tl.where(number < place, z, 0.0)
-        target = (slot * W + number) * D + column
-        tl.store(z_ptr + target, z, mask=wide)
-        tl.store(best_ptr + target, best, mask=wide)
+        moved = tl.gather(flags, source.to(tl.int32), 0)[:, None]
+        mask = (number < W)[:, None] & (column < D)[None, :]
+        here_z = (slot * W + source)[:, None] * D + column[None, :]
+        here_value = (row * W + source)[:, None] * D + column[None, :]
+        old = tl.load(z_ptr + here_z, mask=mask, other=0.0)
+        best = tl.load(best_ptr + here_z, mask=mask, other=0.0)
+        value = tl.load(value_ptr + here_value, mask=mask, other=0.0)
+        following = tl.load(following_ptr + here_value, mask=mask, other=0.0)
+        tl.debug_barrier()  # points are read before those of earlier places replace them
+        best = tl.where((moved & 1) > 0, value, best)
+        z = tl.where((moved & 2) > 0, following, old)
+        z = tl.where((moved & 4) > 0, value, z)
+        z = tl.where((moved & 8) > 0, best, z)
+        z = tl.where((tl.abs(tl.sum(z, axis=1)) < float("inf"))[:, None], z, old)
+        z = tl.where((number < place)[:, None], z, 0.0)
+        target = (slot * W + number)[:, None] * D + column[None, :]
+        tl.store(z_ptr + target, z, mask=mask)
+        tl.store(best_ptr + target, best, mask=mask)
