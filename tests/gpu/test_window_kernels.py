@@ -156,24 +156,6 @@ def test_the_attention_of_a_window_is_the_plain_one(shape, dtype, monkeypatch):
     torch.testing.assert_close(values, expected_values, equal_nan=True)
 
 
-def test_a_token_that_is_not_finite_changes_no_earlier_one():
-    from implicit_blocks.ops.kernels.decoding_window_attention import attention_window
-
-    rows, lengths = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([3], device=DEVICE)
-    keys, values = random(2, 1, 2, 9, 16).unbind()
-    tables = random(2, 9, 8).unbind()
-    projected, found = random(3, 8 * 16), []
-    for bad in (1.0, torch.nan, torch.inf):
-        projected[2] = bad
-        options = {"length": 3, "n_heads": 4, "dtype": torch.float32}
-        found.append(
-            attention_window(projected, rows, lengths, keys.clone(), values.clone(), *tables, **options)
-        )
-    assert torch.equal(found[0][:2], found[1][:2])
-    assert torch.equal(found[0][:2], found[2][:2])
-    assert not found[1][2].isfinite().any()
-
-
 MAMBA2 = {
     "G1-L4": (1, True, 4, 4, [0, 3]),
     "G2-L3-no-conv-bias": (2, False, 4, 3, [3, 1]),

@@ -74,6 +74,8 @@ def windows_obstacle(fused: FusedMap, *, tokens: int, dtype: torch.dtype) -> str
                 return "keys are stored in 8 bits"
             if states.keys.shape[-1] < 16:
                 return f"heads have {states.keys.shape[-1]} features, fewer than 16"
+        elif (least := min(layer.mixer.states.h_SHPN.shape[2:])) < 16:
+            return f"heads have {least} features or states, fewer than 16"
     return None
 
 

@@ -1,8 +1,9 @@
 """Attention of windows of a few tokens in each of a few rows to their slots, in one kernel.
 
 The queries of all tokens of a window, and of all heads that share keys, are the rows of one small matrix, so
-that keys and values are read once. The window's own keys are taken from the projection, one after the other:
-a query selects those up to its token, because values of later tokens may not be finite.
+that keys and values are read once. The window's own keys are taken from the projection, as one more block, of
+which a query sees those up to its token. Because 0 · NaN is NaN, a value that is not finite is replaced by 0,
+so that earlier tokens do not see it, and the key of its token by NaN, for the tokens that do.
 
 Shape legend: S slots, R rows of a call, each in a slot; L tokens of a window, T = R · L tokens of a call, row
 by row; U projection width, H heads, K key and value heads, P head width, C maximum tokens (``max_seq_len``).
@@ -25,7 +26,7 @@ from implicit_blocks.ops.kernels.overlap import (
     wait_for_previous,
 )
 
-LEAST = 16  # width of a head, and rows of a product of matrix units
+LEAST = 16  # width of a head, rows of a product of matrix units, and tokens of a window, with unused ones
 
 
 def window_attention_tiles(head_dim: int, *, half: bool) -> AttentionTiles:
@@ -104,7 +105,7 @@ def attention_window(
             P=head_dim,
             L=length,
             PRECISION="tf32" if half else "ieee",  # of float32 operands alone
-            BLOCK_L=triton.next_power_of_2(length),
+            BLOCK_L=max(LEAST, triton.next_power_of_2(length)),
             BLOCK_Q=max(LEAST, triton.next_power_of_2(n_heads // kv_heads * length)),
             BLOCK_T=tiles.block,
             STAGES=tiles.stages,
@@ -122,15 +123,9 @@ def _rotated(p_ptr, at, cos, sin, partner, mask, P: tl.constexpr):
 
 
 @triton.jit
-def _attend(key, value, before, q, scale, largest, weights, y, PRECISION: tl.constexpr):
-    """Return the largest score, the sum of weights and of values of each query after one more block."""
+def _scores(q, key, seen, scale, PRECISION: tl.constexpr):
     scores = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
-    scores = tl.where(before[None, :], scores, float("-inf"))
-    # A query without any token yet keeps its sums of 0.
-    new = tl.maximum(tl.maximum(largest, tl.max(scores, axis=1)), -1e30)
-    shares, kept = tl.exp2(scores - new[:, None]), tl.exp2(largest - new)
-    weights = weights * kept + tl.sum(shares, axis=1)
-    return new, weights, tl.dot(shares.to(value.dtype), value, y * kept[:, None], input_precision=PRECISION)
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
@@ -188,31 +183,31 @@ def _attention_window(
         target = base + (length + token)[:, None] * P + whole[None, :]
         tl.store(keys_ptr + target, keys, mask=fits[:, None])
         tl.store(values_ptr + target, values, mask=fits[:, None])
-    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    weights = tl.zeros((BLOCK_Q,), tl.float32)
-    y = tl.zeros((BLOCK_Q, P), tl.float32)
-    # The window belongs to the first program.
-    for own in range(0, tl.where(split == 0, L, 0)):
-        this = (token == own)[:, None]
-        k = tl.sum(tl.where(this, keys.to(tl.float32), 0.0), axis=0)  # rounded as they will be read
-        v = tl.sum(tl.where(this, values.to(tl.float32), 0.0), axis=0)
-        seen = number >= own
-        score = tl.where(seen, tl.sum(q * k[None, :], axis=1) * scale, float("-inf"))
-        new = tl.maximum(largest, score)
-        share, kept = tl.exp2(score - new), tl.exp2(largest - new)
-        weights = weights * kept + share
-        y = y * kept[:, None] + tl.where(seen[:, None], v[None, :] * share[:, None], 0.0)
-        largest = new
-    rounded = q.to(kind)
-    largest, weights, y = _attend(
-        first_keys, first_values, before, rounded, scale, largest, weights, y, PRECISION
-    )
+    finite = tl.abs(values.to(tl.float32)) < float("inf")
+    wrong = tl.max((finite == 0).to(tl.int32), axis=1) > 0
+    keys = tl.where(wrong[:, None], float("nan"), keys)
+    values = tl.where(finite, values, 0.0)
+    q = q.to(kind)
+    # The first block of the past and the window itself, which belongs to the first program, in one step.
+    # A query without any token yet keeps its sums of 0.
+    own = _scores(q, keys, (number[:, None] >= token[None, :]) & (split == 0), scale, PRECISION)
+    scores = _scores(q, first_keys, before[None, :], scale, PRECISION)
+    largest = tl.maximum(tl.maximum(tl.max(own, axis=1), tl.max(scores, axis=1)), -1e30)
+    own, scores = tl.exp2(own - largest[:, None]), tl.exp2(scores - largest[:, None])
+    weights = tl.sum(own, axis=1) + tl.sum(scores, axis=1)
+    y = tl.dot(own.to(kind), values, input_precision=PRECISION)
+    y = tl.dot(scores.to(kind), first_values, y, input_precision=PRECISION)
     for first in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
         before = first + place < end
         here = base + (first + place)[:, None] * P + whole[None, :]
         key = tl.load(keys_ptr + here, mask=before[:, None], other=0.0)
         value = tl.load(values_ptr + here, mask=before[:, None], other=0.0)
-        largest, weights, y = _attend(key, value, before, rounded, scale, largest, weights, y, PRECISION)
+        scores = _scores(q, key, before[None, :], scale, PRECISION)
+        new = tl.maximum(largest, tl.max(scores, axis=1))
+        scores, kept = tl.exp2(scores - new[:, None]), tl.exp2(largest - new)
+        weights = weights * kept + tl.sum(scores, axis=1)
+        y = tl.dot(scores.to(kind), value, y * kept[:, None], input_precision=PRECISION)
+        largest = new
     index = (row * L + number) * H + head
     target = out_ptr + index[:, None] * P + whole[None, :]
     if SPLITS > 1:

@@ -21,7 +21,7 @@ from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_ne
 
 def window_scan_tiles(length: int) -> ScanTiles:
     """Return the tiles of the scan of windows of this length."""
-    return ScanTiles(16, 8 if length > 4 else 4)
+    return ScanTiles(16, 4)
 
 
 def scan_window(
@@ -65,7 +65,6 @@ def scan_window(
     parts = heads * (head_dim // part)
     squares = torch.empty(tokens, parts, dtype=torch.float32, device=device)
     channels = conv.own_TC.shape[1]
-    padded = triton.next_power_of_2(length)
     with on_device(device):
         _scan_window[(parts, rows)](
             prepared_TU,
@@ -84,13 +83,16 @@ def scan_window(
             channels,
             triton.cdiv(channels, parts),
             L=length,
-            BLOCK_L=padded,
+            BLOCK_L=max(16, triton.next_power_of_2(length)),  # rows of a product of matrix units
             H=heads,
             P=head_dim,
             N=d_state,
             G=groups,
             W=inputs.taps,
+            BLOCK_W=triton.next_power_of_2(max(1, inputs.taps - 1)),
             NORM=norm_I is not None,
+            PRECISION="tf32x3",  # as exact as float32 up to its last bits
+            SPLIT=max(1, min(tiles.warps, d_state // 16)),
             BLOCK_P=part,
             BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
             **overlapping(device),
@@ -105,8 +107,8 @@ def scan_window(
 def _scan_window(
     p_ptr, rows_ptr, commits_ptr, h_ptr, a_log_ptr, d_ptr, norm_ptr, out_ptr, squares_ptr, entries_ptr,
     taps_ptr, own_ptr, U, C, share, L: tl.constexpr, BLOCK_L: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
-    N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C:
-    tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, NORM: tl.constexpr, PRECISION:
+    tl.constexpr, SPLIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
@@ -114,60 +116,71 @@ def _scan_window(
     row = tl.program_id(1).to(tl.int64)
     inner: tl.constexpr = H * P
     slot = tl.load(rows_ptr + row)
-    width, state, token = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N), tl.arange(0, BLOCK_L)
-    place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
+    width, token = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_L)
+    # The parts of a state are those of warps, each with its own sums.
+    state = (tl.arange(0, SPLIT) * (N // SPLIT))[:, None, None] + tl.arange(0, N // SPLIT)[None, None, :]
+    place = h_ptr + (slot * H + head) * P * N + width[None, :, None] * N + state
     h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
     rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     skip = tl.load(d_ptr + head).to(tl.float32)
+    entry = tl.load(entries_ptr + slot)
+    if NORM:
+        norm = tl.load(norm_ptr + head * P + width).to(tl.float32)
     wait_for_previous(PDL)  # for the projection; the state is that of an earlier call
     commits = tl.load(commits_ptr + row)
     used = token < L
     p_ptr += row * L * U
     line = p_ptr + token[:, None] * U
     wide = used[:, None]
-    gate = tl.load(line + (head * P + width)[None, :], mask=wide, other=0.0)
-    x = tl.load(line + (inner + head * P + width)[None, :], mask=wide, other=0.0)
-    group = head // (H // G) * N + state
-    B = tl.load(line + (2 * inner + group)[None, :], mask=wide, other=0.0)
-    c = tl.load(line + (2 * inner + G * N + group)[None, :], mask=wide, other=0.0)
-    step_ptr = p_ptr + 2 * inner + 2 * G * N + head
-    dt = tl.load(step_ptr + token * U, mask=used, other=0.0)
+    # Unused tokens become 0 after all loads: a change of layout after each would make the next one wait.
+    group = p_ptr + token[None, :, None] * U + 2 * inner + head // (H // G) * N + state
+    gate = tl.load(line + (head * P + width)[None, :], mask=wide)
+    x = tl.load(line + (inner + head * P + width)[None, :], mask=wide)
+    B = tl.load(group, mask=used[None, :, None])
+    c = tl.load(group + G * N, mask=used[None, :, None])
+    dt = tl.load(p_ptr + token * U + 2 * inner + 2 * G * N + head, mask=used)
+    gate = tl.where(wide, gate, 0.0)
+    x = tl.where(wide, x, 0.0)
+    B = tl.where(used[None, :, None], B, 0.0)
+    c = tl.where(used[None, :, None], c, 0.0)
+    dt = tl.where(used, dt, 0.0)
     # y_j = exp(s_j) C_j h + Σ_{i ≤ j} exp(s_j − s_i) dt_i (C_j B_i) x_i, with s_j = A (dt_0 + … + dt_j).
-    # Values of later tokens, which may not be finite, are selected, not multiplied by 0.
+    # Later tokens have factors of 0. Because 0 · NaN is NaN, an x that is not finite is replaced by 0, and
+    # its step by NaN, which is selected, not multiplied by 0.
+    finite = tl.abs(x) < float("inf")
+    dt = tl.where(tl.max((finite == 0).to(tl.int32), axis=1) > 0, float("nan"), dt)
     causal = token[:, None] >= token[None, :]
     sums = tl.sum(tl.where(causal, dt[None, :], 0.0), axis=1) * rate
-    y = tl.exp(sums)[:, None] * tl.sum(h[None, :, :] * c[:, None, :], axis=2)
-    before = tl.sum(tl.where(token[:, None] <= token[None, :], dt[:, None], 0.0), axis=0) * rate
-    decays = tl.exp(tl.where(causal, sums[:, None] - before[None, :], 0.0))
-    products = tl.sum(c[:, None, :] * B[None, :, :], axis=2)
-    factors = decays * products * dt[None, :]
-    y += tl.sum(tl.where(causal[:, :, None], factors[:, :, None] * x[None, :, :], 0.0), axis=1)
+    factors = tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)) * dt[None, :]
+    products = tl.dot(c, tl.permute(B, (0, 2, 1)), input_precision=PRECISION)
+    products = tl.where(causal[None, :, :], products * factors[None, :, :], 0.0)
+    y = tl.dot(c, tl.permute(h, (0, 2, 1)), input_precision=PRECISION) * tl.exp(sums)[None, :, None]
+    inputs = tl.broadcast_to(tl.where(finite, x, 0.0)[None, :, :], (SPLIT, BLOCK_L, BLOCK_P))
+    y = tl.sum(tl.dot(products, inputs, y, input_precision=PRECISION), axis=0)
     y = (y + skip * x) * gate
     index = row * L + token
     tl.store(squares_ptr + index * tl.num_programs(0) + tl.program_id(0), tl.sum(y * y, axis=1), mask=used)
     if NORM:
-        y *= tl.load(norm_ptr + head * P + width).to(tl.float32)[None, :]
+        y *= norm[None, :]
     target = out_ptr + index[:, None] * inner + (head * P + width)[None, :]
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=wide)
     if commits > 0:
-        h = tl.load(place).to(tl.float32)  # loaded again to free registers in between
-        for number in tl.static_range(L):
-            if number < commits:
-                dt_now = tl.load(step_ptr + number * U)
-                x_now = tl.load(p_ptr + number * U + inner + head * P + width)
-                B_now = tl.load(p_ptr + number * U + 2 * inner + group)
-                h = h * tl.exp(dt_now * rate) + (dt_now * x_now)[:, None] * B_now[None, :]
-        tl.store(place, h.to(h_ptr.dtype.element_ty))
-        # The last inputs of the convolution: an entry is read before the one after it replaces it.
+        # The last inputs of the convolution, old ones and the window's own.
         first = tl.program_id(0) * share
-        channel = first + tl.arange(0, BLOCK_C)
-        mine = (channel < first + share) & (channel < C)
-        entry = tl.load(entries_ptr + slot)
-        for tap in tl.static_range(W - 1):
-            kept = mine & (tap + commits < W - 1)
-            old = taps_ptr + (slot * W + (entry + 1 + tap + commits) % W) * C + channel
-            new = own_ptr + (row * L + commits + tap - (W - 1)) * C + channel
-            fresh = mine & (tap + commits >= W - 1)
-            value = tl.load(old, mask=kept, other=0.0)
-            value = tl.where(fresh, tl.load(new, mask=fresh, other=0.0), value)
-            tl.store(taps_ptr + (slot * W + (entry + 1 + tap) % W) * C + channel, value, mask=mine)
+        tap, channel = tl.arange(0, BLOCK_W)[:, None], first + tl.arange(0, BLOCK_C)[None, :]
+        mine = (tap < W - 1) & (channel < first + share) & (channel < C)
+        kept = tap + commits < W - 1
+        old = taps_ptr + (slot * W + (entry + 1 + tap + commits) % W) * C + channel
+        own = own_ptr + (row * L + commits + tap - (W - 1)) * C + channel
+        old, own = tl.load(old, mask=mine & kept), tl.load(own, mask=mine & (kept == 0))
+        taken = token < commits
+        total = tl.sum(tl.where(taken, dt, 0.0), axis=0) * rate
+        shares = tl.where(taken, tl.exp(tl.where(taken, total - sums, 0.0)) * dt, 0.0)
+        scaled = tl.trans(tl.where(taken[:, None], x * shares[:, None], 0.0))
+        scaled = tl.broadcast_to(scaled[None, :, :], (SPLIT, BLOCK_P, BLOCK_L))
+        read = tl.where(taken[None, :, None], B, 0.0)
+        h = tl.dot(scaled, read, h * tl.exp(total), input_precision=PRECISION)
+        tl.store(place, h.to(h_ptr.dtype.element_ty))
+        tl.debug_barrier()  # each entry has been read before another one replaces it
+        replaced = taps_ptr + (slot * W + (entry + 1 + tap) % W) * C + channel
+        tl.store(replaced, tl.where(kept, old, own), mask=mine)
