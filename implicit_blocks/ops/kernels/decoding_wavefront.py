@@ -215,12 +215,15 @@ def _begin_tokens(
     SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    other, column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK)
+    real = column < D
+    first_weight = tl.load(first_ptr + column, mask=real, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + column, mask=real, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     start_next(PDL)  # late, as the first kernel of a call
     row = tl.program_id(0).to(tl.int64) // W
     number = tl.program_id(0).to(tl.int64) % W
     slot = tl.load(rows_ptr + row)
-    other, column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK)
     every = tl.load(done_ptr + slot * W + other, mask=other < W, other=0).to(tl.int64)
     commits = tl.sum(every, axis=0)
     at = slot * W + number
@@ -229,21 +232,18 @@ def _begin_tokens(
     as_head = tl.load(as_head_ptr + at)
     iterations = tl.load(iterations_ptr + at)
     word = tl.load(tokens_ptr + at)
+    z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
+    x = tl.load(embedding_ptr + word * D + column, mask=real, other=0.0)
     tl.debug_barrier()  # all threads have loaded what the stores below replace
     head = number == commits
     begins = head & (fresh | (as_head == 0))
-    real = column < D
-    z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
     z = tl.where(fresh, 0.0, z)
     tl.store(z_ptr + at * D + column, z, mask=real)
     here = tl.program_id(0).to(tl.int64) * D + column
     tl.store(z_out_ptr + here, z, mask=real)
-    weight = tl.load(first_ptr + column, mask=real, other=0.0).to(tl.float32)
-    first = z * (1.0 / tl.sqrt(tl.sum(z * z) / D + first_eps)) * weight
+    first = z * (1.0 / tl.sqrt(tl.sum(z * z) / D + first_eps)) * first_weight
     tl.store(first_out_ptr + here, first.to(first_out_ptr.dtype.element_ty), mask=real)
-    x = tl.load(embedding_ptr + word * D + column, mask=real, other=0.0)
     x = (x * factor).to(embedding_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(norm_ptr + column, mask=real, other=0.0).to(tl.float32)
     x = x * (1.0 / tl.sqrt(tl.sum(x * x) / D + norm_eps)) * weight
     tl.store(x_out_ptr + here, x.to(x_out_ptr.dtype.element_ty), mask=real)
     tl.store(best_ptr + at * D + column, z, mask=real & begins)
@@ -266,22 +266,25 @@ def _take_values(
     PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
-    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     at = tl.load(rows_ptr + token // W) * W + token % W
     column = tl.arange(0, BLOCK)
     real = column < D
-    fz = tl.load(fz_ptr + token * D + column, mask=real, other=0.0)
     if NORM:
         weight = tl.load(norm_ptr + column, mask=real, other=0.0).to(tl.float32)
-        fz = fz * (1.0 / tl.sqrt(tl.sum(fz * fz) / D + eps)) * weight
+    wait_for_previous(PDL)
+    fz = tl.load(fz_ptr + token * D + column, mask=real, other=0.0)
     z = tl.load(z_ptr + at * D + column, mask=real, other=0.0)
+    if RELATIVE:
+        scale = tl.load(scale_ptr + at)
+    if NORM:
+        fz = fz * (1.0 / tl.sqrt(tl.sum(fz * fz) / D + eps)) * weight
     step = fz - z
     wide = step.to(tl.float64)  # float32 cannot hold squares of numbers above 2e19
     residual = tl.sqrt(tl.sum(wide * wide))
     if RELATIVE:
         size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
-        residual, scale = relative_residual(residual, size, tl.load(scale_ptr + at), floor)
+        residual, scale = relative_residual(residual, size, scale, floor)
         tl.store(scale_ptr + at, scale)
     tl.store(residual_ptr + at, narrow(residual))
     # as torch.lerp

@@ -244,19 +244,29 @@ def _linear_window(
         w_1 = tl.load(w_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
         if GATE:
             v_1 = tl.load(gate_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)
+    if SCALED:
+        scales = tl.load(scales_ptr + m, mask=real, other=0.0)
+    if GATE and HAS_GATE_BIAS:
+        gate_bias = tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)
+    if GATE and SCALED:
+        gate_scales = tl.load(gate_scales_ptr + m, mask=real, other=0.0)
+    if NEXT:
+        next_norm = tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)
     if CONV:
         channel = m - inner
         convolved = real & (channel >= 0) & (channel < C)
         stepped = real & (channel >= C)
-        bias = tl.load(dt_bias_ptr + channel - C, mask=stepped, other=0.0).to(tl.float32)
+        earlier = tl.load(dt_bias_ptr + channel - C, mask=stepped, other=0.0).to(tl.float32)
         if HAS_CONV_BIAS:
-            bias += tl.load(conv_bias_ptr + channel, mask=convolved, other=0.0).to(tl.float32)
+            earlier += tl.load(conv_bias_ptr + channel, mask=convolved, other=0.0).to(tl.float32)
         newest = tl.load(conv_ptr + (W - 1) * C + channel, mask=convolved, other=1.0).to(tl.float32)
         number = t % L  # in its window
         slot = tl.load(rows_ptr + t // L, mask=used, other=0)
         entry = tl.load(entries_ptr + slot, mask=used, other=0)
         in_row = convolved[:, None] & used[None, :]
-        earlier = tl.zeros((BLOCK_M, BLOCK_T), tl.float32) + bias[:, None]
+        earlier = tl.zeros((BLOCK_M, BLOCK_T), tl.float32) + earlier[:, None]
         for tap in tl.static_range(W - 1):  # the inputs of committed tokens
             scale = tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
             at = (slot * W + (entry + 1 + tap + number) % W) * C
@@ -303,38 +313,39 @@ def _linear_window(
     if GATE:
         g = tl.sum(gate, axis=0)
     if SCALED:
-        y *= tl.load(scales_ptr + m, mask=real, other=0.0)[:, None]
+        y *= scales[:, None]
     if PARTS > 0:
         divisor = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / norm_width + eps)
         y *= divisor[None, :]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
+        y += bias[:, None]
     if GATE:
         if SCALED:
-            g *= tl.load(gate_scales_ptr + m, mask=real, other=0.0)[:, None]
+            g *= gate_scales[:, None]
         if PARTS > 0:
             g *= divisor[None, :]
         if HAS_GATE_BIAS:
-            g += tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
+            g += gate_bias[:, None]
         y *= g * tl.sigmoid(g)
     y += added
     if CONV:
-        own = own_ptr + t[None, :].to(tl.int64) * C + channel[:, None]
-        tl.store(own, y.to(own_ptr.dtype.element_ty), mask=in_row)
-        tl.debug_barrier()  # each token reads those before it, rounded as they will be once committed
+        own = y.to(own_ptr.dtype.element_ty)  # rounded as they will be once committed
+        tl.store(own_ptr + t[None, :].to(tl.int64) * C + channel[:, None], own, mask=in_row)
+        own = own.to(tl.float32)
         y = y * newest[:, None] + earlier
         for tap in tl.static_range(W - 1):
             scale = tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
+            source = tl.maximum(column - (W - 1 - tap), 0)  # each token reads those before it
+            value = tl.gather(own, tl.broadcast_to(source[None, :], (BLOCK_M, BLOCK_T)), 1)
             after = (number + tap >= W - 1)[None, :] & in_row
-            value = tl.load(own - (W - 1 - tap) * C, mask=after, other=0.0)
-            y += value.to(tl.float32) * scale[:, None]
+            y += tl.where(after, value, 0.0) * scale[:, None]
         softplus = tl.where(y > 20.0, y, tl.log(1.0 + tl.exp(y)))
         y = tl.where((channel >= C)[:, None], softplus, y * tl.sigmoid(y))
     if ROUNDED:
         y = y.to(kind).to(tl.float32)
     tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=both)
     if NEXT:
-        scaled = y * tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)[:, None]
+        scaled = y * next_norm[:, None]
         tl.store(next_ptr + place, scaled.to(next_ptr.dtype.element_ty), mask=both)
         sums = tl.sum(tl.where(both, y * y, 0.0), axis=0)
         tl.store(next_squares_ptr + t * tl.num_programs(0) + tl.program_id(0), sums, mask=used)
