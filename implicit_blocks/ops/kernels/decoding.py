@@ -65,27 +65,15 @@ class Branch(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The tiles of a product row by row: outputs of a program, inputs of a tile, warps."""
+    """The tiles of a product row by row: outputs of a program, a power of 2 up to 16, and warps."""
 
     outputs: int = 4
-    inputs: int = 2048
     warps: int = 4
 
 
-def row_tiles(width: int, *, gate: bool, mamba2: bool) -> RowTiles:
-    """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
-
-    Args:
-        width: of the inputs.
-        gate: for two matrices.
-        mamba2: with a convolution of the result.
-
-    """
-    if mamba2:
-        return RowTiles(4, min(2048, triton.next_power_of_2(width)))
-    if 2048 < width <= 4096:
-        return RowTiles(8, 1024, 8)
-    return RowTiles(4 if gate else 8, min(1024, triton.next_power_of_2(width)))
+def row_tiles(width: int) -> RowTiles:
+    """Return the tiles of a product of inputs of this width."""
+    return RowTiles(warps=4 if width <= 2048 else 8 if width <= 8192 else 16)
 
 
 def linear_rows(
@@ -104,6 +92,7 @@ def linear_rows(
     z_RM: Tensor | None = None,
     mamba2: Mamba2Inputs | None = None,
     late: bool = False,
+    tiles: RowTiles | None = None,
 ) -> Tensor:
     """Return ``W x + b``, (R, M) float32, row by row; intended for one or two rows.
 
@@ -111,7 +100,7 @@ def linear_rows(
 
     Args:
         x_RK: rows, contiguous, any floating type.
-        weight_MK: W, contiguous.
+        weight_MK: W, contiguous, of any floating type, or 8-bit codes.
         bias_M: b.
         gate_MK: V: the result is ``silu(V x + c) · (W x + b)``, as in SwiGLU.
         gate_bias_M: c.
@@ -124,12 +113,13 @@ def linear_rows(
         z_RM: float32, added.
         mamba2: applies ``prepare_mamba2`` to the result.
         late: the next kernel reads states before it waits for this one (``ops.kernels.overlap``).
+        tiles: instead of those for this shape.
 
     """
     rows, width = x_RK.shape
     outputs = weight_MK.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x_RK.device)
-    tiles = row_tiles(width, gate=gate_MK is not None, mamba2=mamba2 is not None)
+    tiles = tiles or row_tiles(width)
     with on_device(x_RK.device):
         _linear_rows[(rows, triton.cdiv(outputs, tiles.outputs))](
             x_RK,
@@ -159,7 +149,7 @@ def linear_rows(
             W=1 if mamba2 is None else mamba2.taps,
             HAS_CONV_BIAS=mamba2 is not None and mamba2.conv_bias_C is not None,
             BLOCK_M=tiles.outputs,
-            BLOCK_K=tiles.inputs,
+            BLOCK_K=128 * tiles.warps,  # four for each thread
             LATE=late,
             **overlapping(x_RK.device),
             num_warps=tiles.warps,
@@ -255,6 +245,51 @@ def mamba2_prepared(y, newest, earlier, m, real, entry_ptr, inner, C):
 
 
 @triton.jit
+def _tile(ptr, first: tl.constexpr, column, K: tl.constexpr):
+    """Load elements ``first`` to ``first + BLOCK_K`` of a vector of K.
+
+    Each thread gets the same four elements of an input and of every row of weights, so that the input is not
+    exchanged between threads, which would take several barriers while all weights are waiting.
+    """
+    if first + column.shape[0] <= K:
+        return tl.load(ptr + first + column)
+    return tl.load(ptr + first + column, mask=first + column < K, other=0.0)
+
+
+@triton.jit
+def _row(w_tiles, x_tiles, output: tl.constexpr, OUTPUTS: tl.constexpr, TILES: tl.constexpr):
+    """Return the products of a row of weights, added over the tiles."""
+    total = w_tiles[output].to(tl.float32) * x_tiles[0]
+    for tile in tl.static_range(1, TILES):
+        total += w_tiles[tile * OUTPUTS + output].to(tl.float32) * x_tiles[tile]
+    return total
+
+
+@triton.jit
+def _sums(rows, COUNT: tl.constexpr):
+    """Return the sum of each of ``COUNT`` rows, a power of 2 up to 16."""
+    if COUNT > 8:
+        rows = _pairs(rows, COUNT // 2)
+    if COUNT > 4:
+        rows = _pairs(rows, 4)
+    if COUNT > 2:
+        rows = _pairs(rows, 2)
+    if COUNT > 1:
+        rows = _pairs(rows, 1)
+    return tl.sum(rows[0], axis=0)
+
+
+@triton.jit
+def _pairs(rows, HALF: tl.constexpr):
+    """Return twice as many columns in half as many matrices, those of the first half before the others."""
+    pairs = ()
+    for number in tl.static_range(HALF):
+        both = tl.join(rows[number], rows[number + HALF])
+        pairs += (both.reshape(both.shape[0], both.numel // both.shape[0]),)
+    return pairs
+
+
+@triton.jit
 def _linear_rows(
     x_ptr, norm_ptr, w_ptr, bias_ptr, gate_ptr, gate_bias_ptr, scales_ptr, gate_scales_ptr, u_ptr, rows_ptr,
     z_ptr, out_ptr, M, eps, entries_ptr, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, K:
@@ -269,18 +304,33 @@ def _linear_rows(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = m < M
     column = tl.arange(0, BLOCK_K)
-    weight = m[:, None].to(tl.int64) * K + column[None, :]
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     # Weights and the states of earlier calls are loaded before the input is known.
-    inside = column < K
-    both = real[:, None] & inside[None, :]
-    w_first = tl.load(w_ptr + weight, mask=both, other=0.0)
-    if GATE:
-        v_first = tl.load(gate_ptr + weight, mask=both, other=0.0)
-    if NORM:
-        norm_first = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    w_tiles, v_tiles, norm_tiles = (), (), ()
+    for tile in tl.static_range(TILES):
+        for output in tl.static_range(BLOCK_M):
+            place = tl.minimum(tl.program_id(1) * BLOCK_M + output, M - 1).to(tl.int64) * K
+            w_tiles += (_tile(w_ptr + place, tile * BLOCK_K, column, K),)
+            if GATE:
+                v_tiles += (_tile(gate_ptr + place, tile * BLOCK_K, column, K),)
+        if NORM:
+            norm_tiles += (_tile(norm_ptr, tile * BLOCK_K, column, K),)
     slot = row
     if HAS_U or MAMBA2:
+        tl.debug_barrier()  # otherwise the compiler loads the weights after what depends on the slot
         slot = tl.load(rows_ptr + row)
+    added = tl.zeros((BLOCK_M,), tl.float32)
+    bias, gate_bias = added, added
+    if HAS_U:
+        added += tl.load(u_ptr + slot * M + m, mask=real, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)
+    if HAS_GATE_BIAS:
+        gate_bias = tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)
+    if SCALED:
+        scales = tl.load(scales_ptr + m, mask=real, other=0.0)
+        if GATE:
+            gate_scales = tl.load(gate_scales_ptr + m, mask=real, other=0.0)
     if MAMBA2:
         entry = tl.load(entries_ptr + slot)
         taps_ptr += slot * W * C
@@ -290,51 +340,37 @@ def _linear_rows(
     wait_for_previous(PDL)
     if LATE:
         start_next(PDL)
-    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    gate = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    x_tiles = ()
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for first in tl.static_range(0, K, BLOCK_K):
-        inside = first + column < K
-        both = real[:, None] & inside[None, :]
-        if first == 0:
-            w = w_first.to(tl.float32)
-        else:
-            w = tl.load(w_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row * K + first + column, mask=inside, other=0.0).to(tl.float32)
+    for tile in tl.static_range(TILES):
+        x = _tile(x_ptr + row * K, tile * BLOCK_K, column, K).to(tl.float32)
         if NORM:
             # The norm's divisor is one number per row, so the product need not wait for it.
             squares += x * x
-            if first == 0:
-                x *= norm_first.to(tl.float32)
-            else:
-                x *= tl.load(norm_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
-        total += w * x[None, :]
+            x *= norm_tiles[tile].to(tl.float32)
+        x_tiles += (x,)
+    if HAS_Z:
+        added += tl.load(z_ptr + row * M + m, mask=real, other=0.0)
+    totals, gates = (), ()
+    for output in tl.static_range(BLOCK_M):
+        totals += (_row(w_tiles, x_tiles, output, BLOCK_M, TILES),)
         if GATE:
-            if first == 0:
-                v = v_first.to(tl.float32)
-            else:
-                v = tl.load(gate_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
-            gate += v * x[None, :]
-    y = tl.sum(total, axis=1)
-    if SCALED:
-        y *= tl.load(scales_ptr + m, mask=real, other=0.0)
+            gates += (_row(v_tiles, x_tiles, output, BLOCK_M, TILES),)
+    y = _sums(totals, BLOCK_M)
     scale = 1.0
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(squares) / K + eps)
         y *= scale
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)
+    if SCALED:
+        y *= scales
+    y += bias
     if GATE:
-        g = tl.sum(gate, axis=1) * scale
+        g = _sums(gates, BLOCK_M) * scale
         if SCALED:
-            g *= tl.load(gate_scales_ptr + m, mask=real, other=0.0)
-        if HAS_GATE_BIAS:
-            g += tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)
+            g *= gate_scales
+        g += gate_bias
         y *= g * tl.sigmoid(g)
-    if HAS_U:
-        y += tl.load(u_ptr + slot * M + m, mask=real, other=0.0).to(tl.float32)
-    if HAS_Z:
-        y += tl.load(z_ptr + row * M + m, mask=real, other=0.0)
+    y += added
     if MAMBA2:
         y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + entry * C, inner, C)
     tl.store(out_ptr + row * M + m, y, mask=real)
