@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
+from implicit_blocks.ops.quantization import LARGEST, EightBits, eight_bits
 from implicit_blocks.ops.rotary import rotation_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -92,23 +93,55 @@ def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, spa
         assert not counters.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-@pytest.mark.parametrize("width", [64, 70, 2112, 4160])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("width", [64, 70, 2112, 4160, 12288])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 def test_the_product_row_by_row_is_the_plain_one(width, gated, dtype):
     from implicit_blocks.ops.kernels.decoding import linear_rows
 
     x = random(2, width)
-    up, gate = ((random(37, width) / width**0.5).to(dtype) for _ in range(2))
+    up, gate = ((random(37, width) / width**0.5) for _ in range(2))
     norm, z, rows = random(width), random(2, 37), torch.tensor([1, 0], device=DEVICE)
+    weights, scales = (up.to(dtype), gate.to(dtype)), (None, None)
+    if dtype in LARGEST:
+        weights, scales = zip(*(eight_bits(each, dtype) for each in (up, gate)), strict=True)
+        up, gate = (EightBits(*each).wide(torch.float32) for each in zip(weights, scales, strict=True))
+    else:
+        up, gate = weights
     found = linear_rows(
-        x, up, gate_MK=gate if gated else None, norm_K=norm, eps=1e-5, z_RM=z, u_SM=z.flip(0), rows_R=rows
+        x,
+        weights[0],
+        gate_MK=weights[1] if gated else None,
+        scales_M=scales[0],
+        gate_scales_M=scales[1],
+        norm_K=norm,
+        eps=1e-5,
+        z_RM=z,
+        u_SM=z.flip(0),
+        rows_R=rows,
     )
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm
     expected = normed @ up.float().T
     if gated:
         expected = expected * F.silu(normed @ gate.float().T)
     assert error(found, expected + 2 * z) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, 1e30, 1e-30, 0.0])
+def test_the_product_of_an_input_that_is_not_finite_large_or_small(value, dtype):
+    from implicit_blocks.ops.kernels.decoding import linear_rows
+
+    x, weight, scales = random(1, 96), random(8, 96), None
+    x = x * value if abs(value) < torch.inf else torch.where(torch.arange(96, device=DEVICE) == 70, value, x)
+    if dtype in LARGEST:
+        weight, scales = eight_bits(weight, dtype)
+    found = linear_rows(x, weight, scales_M=scales)
+    wide = weight.double() if scales is None else weight.double() * scales[:, None]
+    if abs(value) < torch.inf:
+        assert (found - x.double() @ wide.T).norm() <= 1e-4 * (x.double() @ wide.T).norm()
+    else:
+        assert not found.isfinite().any()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="copies from a GPU")

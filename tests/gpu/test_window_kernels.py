@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="no CUDA device"),
     # of the interpreter
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -431,21 +431,22 @@ def test_the_wavefront_kernels_decide_as_the_plain_operators_do(tokens, seed):
         torch.testing.assert_close(ours, value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
-@pytest.mark.parametrize("case", ["mamba2", "attention"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("case", ["mamba2", "mamba2-groups", "attention"])
 @torch.no_grad()
-def test_a_step_with_codes_is_that_of_the_rounded_weights(case):
+def test_a_step_with_codes_is_that_of_the_rounded_weights(case, dtype):
     """In kernels, with weights in 8 bits, and in plain operators, with weights rounded to their values."""
     found = []
     for kernels in (True, False):
-        decoder = ContinuousDecoder(built(case), max_batch_size=4, max_seq_len=40, search_dtype=torch.int8)
+        decoder = ContinuousDecoder(built(case), max_batch_size=4, max_seq_len=40, search_dtype=dtype)
         batch, quantized = decoder.batch, decoder.quantized
         if kernels and INTERPRETED:
             room = batch.ends.max_seq_len
-            fused = FusedMap(batch.model, batch.states, batch.weights, max_seq_len=room, quantized=torch.int8)
-            quantized.fused, quantized.windows = fused, FusedWindows(fused, torch.float32)
+            quantized.fused = FusedMap(
+                batch.model, batch.states, batch.weights, max_seq_len=room, quantized=dtype
+            )
         if not kernels:
-            quantized.fused, quantized.windows = None, None
-            quantized.weights = _rounded(batch.weights, torch.int8)
+            quantized.fused, quantized.weights = None, _rounded(batch.weights, dtype)
         torch.manual_seed(1)
         for tensor in (batch.search.z, batch.search.best, batch.ends.u_SU):
             tensor.copy_(random(*tensor.shape))
@@ -455,12 +456,12 @@ def test_a_step_with_codes_is_that_of_the_rounded_weights(case):
         batch.search.done.copy_(torch.tensor([False, False, True, False]))
         batch.search.iterations.copy_(torch.tensor([5, 3, 4, 7]))
         quantized.coarse_S.fill_(True)
-        assert (quantized.windows is not None) == kernels
-        for _ in range(3):
-            quantized._step(torch.tensor([3, 0, 2, 1], device=DEVICE))
+        assert (quantized.fused is not None) == kernels
+        for rows in ([3, 0], [2, 1]) * 3:
+            quantized._step(torch.tensor(rows, device=DEVICE))
         search = batch.search
         found.append((search.z, search.best, search.iterations, quantized.coarse_S))
-    assert found[0][3].tolist() == [True, False, True, True]
+    assert found[0][3][1:].tolist() == [False, True, True]
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 

@@ -21,9 +21,8 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.decoding.slots.batch import SlotBatch, bound_map
-from implicit_blocks.decoding.slots.fused_layers import FEW
+from implicit_blocks.decoding.slots.fused_layers import FEW, FusedStep
 from implicit_blocks.decoding.slots.fused_map import FusedMap
-from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep, windows_obstacle
 from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.interfaces import SearchingSolver
 from implicit_blocks.layers import Linear
@@ -101,19 +100,15 @@ class QuantizedSearch:
         self.calls = 0
         """The number of calls with weights in 8 bits."""
         self.fused: FusedMap | None = None
-        self.windows: FusedWindows | None = None
-        """The map as that of windows of one token, whose matrix units take codes; None: not supported."""
         self.weights: WeightCache | None = None
         if batch.fused is not None:
             max_seq_len = batch.ends.max_seq_len
             self.fused = FusedMap(
                 batch.model, batch.states, batch.weights, max_seq_len=max_seq_len, quantized=dtype
             )
-            full = batch.fused.layers[0].mixer.in_proj.weight.dtype
-            if windows_obstacle(self.fused, tokens=1, dtype=full) is None:
-                self.windows = FusedWindows(self.fused, full)
         else:
             self.weights = _rounded(batch.weights, dtype)
+        self._never_S = torch.zeros_like(batch.busy_S)  # calls with weights in 8 bits commit nothing
         self._flags: AsyncHostCopy | None = None
         self._known: tuple[int, list[bool]] = (-1, [])
         self._fine: dict[int, int] = {}  # slots, and the first calls of searches that are in full precision
@@ -158,8 +153,8 @@ class QuantizedSearch:
     @torch.no_grad()
     def _step(self, rows_R: Tensor) -> None:
         batch, search = self.batch, self.batch.search
-        if self.windows is not None and FusedMap.searches(search):
-            self._fused_step(self.windows, rows_R)
+        if self.fused is not None and FusedMap.searches(search):
+            self._fused_step(self.fused, rows_R)
             return
         lengths_R, z_RD = batch.lengths_S[rows_R], search.z[rows_R]
         active_R = batch.busy_S[rows_R] & ~search.done[rows_R]
@@ -202,7 +197,7 @@ class QuantizedSearch:
             where = anew.view(-1, *[1] * (new.ndim - 1))
             whole[rows_R] = torch.where(where, start, new)
 
-    def _fused_step(self, windows: FusedWindows, rows_R: Tensor) -> None:
+    def _fused_step(self, fused: FusedMap, rows_R: Tensor) -> None:
         """Take a step of plain Picard iteration in kernels."""
         from implicit_blocks.ops.kernels.decoding_search import take_coarse, take_up
 
@@ -211,10 +206,9 @@ class QuantizedSearch:
         assert isinstance(solver, Picard)
         assert stopping is not None
         z_RD, lengths_R, _ = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
-        u_RU, e_RE = (None if kept is None else kept[rows_R] for kept in (ends.u_SU, ends.e_SE))
-        step = WindowStep(1, rows_R, lengths_R, torch.zeros_like(lengths_R), u_RU)
+        step = FusedStep(rows_R, ends.u_SU, lengths_R, self._never_S[: len(rows_R)])
         take_coarse(
-            windows(z_RD, step, e_RE),
+            fused(z_RD, step, ends),
             rows_R,
             z_SD=search.z,
             best_SD=search.best,

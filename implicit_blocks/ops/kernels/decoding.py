@@ -9,6 +9,7 @@ Shape legend: S slots, R rows of a step, each in a slot; K input, M output, D mo
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ from implicit_blocks.ops.kernels.overlap import (
     start_next,
     wait_for_previous,
 )
+
+PACKED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
+"""Whether kernels may contain instructions of Nvidia's GPUs, which the interpreter does not know."""
 
 
 class Mamba2Inputs(NamedTuple):
@@ -65,15 +69,27 @@ class Branch(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The tiles of a product row by row: outputs of a program, a power of 2 up to 16, and warps."""
+    """The tiles of a product row by row: outputs of a program, a power of 2 up to 16, warps, registers."""
 
     outputs: int = 4
     warps: int = 4
+    registers: int | None = None  # at most
 
 
-def row_tiles(width: int) -> RowTiles:
-    """Return the tiles of a product of inputs of this width."""
-    return RowTiles(warps=4 if width <= 2048 else 8 if width <= 8192 else 16)
+def row_tiles(outputs: int, width: int, *, gate: bool, codes: bool) -> RowTiles:
+    """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
+
+    Args:
+        outputs: of all programs.
+        width: of the inputs.
+        gate: for two matrices.
+        codes: for weights in 8 bits.
+
+    """
+    warps = 4 if width <= 2048 else 8 if width <= 8192 else 16
+    many = codes and outputs > 4096 and not gate
+    limited = codes and width <= 8192  # so that more programs run at the same time; none of these spills
+    return RowTiles(8 if many else 4, warps, (80 if many or gate else 64) if limited else None)
 
 
 def linear_rows(
@@ -119,7 +135,7 @@ def linear_rows(
     rows, width = x_RK.shape
     outputs = weight_MK.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x_RK.device)
-    tiles = tiles or row_tiles(width)
+    tiles = tiles or row_tiles(outputs, width, gate=gate_MK is not None, codes=scales_M is not None)
     with on_device(x_RK.device):
         _linear_rows[(rows, triton.cdiv(outputs, tiles.outputs))](
             x_RK,
@@ -150,9 +166,11 @@ def linear_rows(
             HAS_CONV_BIAS=mamba2 is not None and mamba2.conv_bias_C is not None,
             BLOCK_M=tiles.outputs,
             BLOCK_K=128 * tiles.warps,  # four for each thread
+            DIGITS=weight_MK.dtype == torch.int8 and width % 16 == 0,
             LATE=late,
             **overlapping(x_RK.device),
             num_warps=tiles.warps,
+            **({"maxnreg": tiles.registers} if tiles.registers and PACKED.value else {}),
         )
     return out
 
@@ -257,12 +275,57 @@ def _tile(ptr, first: tl.constexpr, column, K: tl.constexpr):
 
 
 @triton.jit
-def _row(w_tiles, x_tiles, output: tl.constexpr, OUTPUTS: tl.constexpr, TILES: tl.constexpr):
-    """Return the products of a row of weights, added over the tiles."""
-    total = w_tiles[output].to(tl.float32) * x_tiles[0]
-    for tile in tl.static_range(1, TILES):
-        total += w_tiles[tile * OUTPUTS + output].to(tl.float32) * x_tiles[tile]
-    return total
+def _row(w_tiles, x_tiles, unit, output: tl.constexpr, OUTPUTS: tl.constexpr, TILES: tl.constexpr):
+    """Return the products of a row of weights, added over the tiles, for inputs in digits four by four."""
+    if unit is None:
+        total = w_tiles[output].to(tl.float32) * x_tiles[0]
+        for tile in tl.static_range(1, TILES):
+            total += w_tiles[tile * OUTPUTS + output].to(tl.float32) * x_tiles[tile]
+        return total
+    else:
+        block: tl.constexpr = w_tiles[0].shape[0]
+        high, low = tl.zeros((block,), tl.int32), tl.zeros((block,), tl.int32)
+        for tile in tl.static_range(TILES):
+            high = _add_products(high, w_tiles[tile * OUTPUTS + output], x_tiles[2 * tile])
+            low = _add_products(low, w_tiles[tile * OUTPUTS + output], x_tiles[2 * tile + 1])
+        return tl.sum((high * 256 + low).reshape(block // 4, 4), axis=1).to(tl.float32) * unit
+
+
+@triton.jit
+def _digits(x_tiles, TILES: tl.constexpr):
+    """Return inputs as integers of 16 bits, two digits of 8 bits each, and their unit for four at a time.
+
+    A multiprocessor adds four products of 8 bits by one instruction, but converts a code to float32 by two or
+    three. The same four inputs of all tiles, those of one thread, have the same unit. NaN makes it NaN.
+    """
+    block: tl.constexpr = x_tiles[0].shape[0]
+    largest = tl.zeros((block // 4,), tl.int32)
+    for tile in tl.static_range(TILES):
+        bits = tl.abs(x_tiles[tile]).to(tl.int32, bitcast=True)  # in the order of the numbers, NaN last
+        largest = tl.maximum(largest, tl.max(bits.reshape(block // 4, 4), axis=1))
+    largest = largest.to(tl.float32, bitcast=True)
+    digits = ()
+    for tile in tl.static_range(TILES):
+        # The sum of an integer and 3 · 2²² has it in its lowest bits.
+        whole = x_tiles[tile].reshape(block // 4, 4) * (32512.0 / largest)[:, None] + 12582912.0
+        whole = whole.reshape(block).to(tl.int32, bitcast=True)
+        digits += (((whole + 128) >> 8).to(tl.int8), whole.to(tl.int8))
+    return digits, largest / 32512.0
+
+
+@triton.jit
+def _add_products(total, w, x):
+    """Add the products of 8-bit integers; on Nvidia's GPUs four of a thread to the first of them."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $8, $9, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+            [total, w, x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=4,
+        )
+    return total + w.to(tl.int32) * x.to(tl.int32)
 
 
 @triton.jit
@@ -295,8 +358,8 @@ def _linear_rows(
     z_ptr, out_ptr, M, eps, entries_ptr, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, K:
     tl.constexpr, NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
     SCALED: tl.constexpr, HAS_U: tl.constexpr, HAS_Z: tl.constexpr, MAMBA2: tl.constexpr, W: tl.constexpr,
-    HAS_CONV_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LATE: tl.constexpr, PDL:
-    tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DIGITS: tl.constexpr, LATE:
+    tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if not LATE:
         start_next(PDL)
@@ -351,11 +414,14 @@ def _linear_rows(
         x_tiles += (x,)
     if HAS_Z:
         added += tl.load(z_ptr + row * M + m, mask=real, other=0.0)
+    unit = None
+    if DIGITS:
+        x_tiles, unit = _digits(x_tiles, TILES)
     totals, gates = (), ()
     for output in tl.static_range(BLOCK_M):
-        totals += (_row(w_tiles, x_tiles, output, BLOCK_M, TILES),)
+        totals += (_row(w_tiles, x_tiles, unit, output, BLOCK_M, TILES),)
         if GATE:
-            gates += (_row(v_tiles, x_tiles, output, BLOCK_M, TILES),)
+            gates += (_row(v_tiles, x_tiles, unit, output, BLOCK_M, TILES),)
     y = _sums(totals, BLOCK_M)
     scale = 1.0
     if NORM:
