@@ -24,7 +24,6 @@ from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.decoding.slots.wavefront import _decide as decide
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.ops.attention.slots import attend_slot_windows
-from implicit_blocks.ops.quantization import eight_bits
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.windows import Window
 
@@ -64,8 +63,7 @@ def random(*shape):
     [(1, 1, 64, 48), (2, 3, 70, 37), (1, 4, 320, 64), (3, 8, 96, 40)],
     ids=["R1-L1-K64-M48", "R2-L3-K70-M37", "R1-L4-K320-M64", "R3-L8-K96-M40"],
 )
-@pytest.mark.parametrize("codes", [False, True], ids=["weights", "codes"])
-def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, codes, dtype):
+def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, dtype):
     from implicit_blocks.ops.kernels.decoding_window import Operand, linear_window
 
     tokens = rows * length
@@ -73,12 +71,6 @@ def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, 
     up, gate = (random(outputs, width).to(dtype) for _ in range(2))
     bias, gate_bias, following = random(3, outputs)
     u, z = random(2, tokens, outputs)
-    weights, options = (up, gate), {}
-    if codes:
-        (up_codes, up_scales), (gate_codes, gate_scales) = eight_bits(up), eight_bits(gate)
-        weights = (up_codes * up_scales[:, None], gate_codes * gate_scales[:, None])
-        up, gate = up_codes, gate_codes
-        options = {"scales_M": up_scales, "gate_scales_M": gate_scales}
     found, operand = linear_window(
         Operand(x, squares, width, 1e-5),
         up,
@@ -90,10 +82,9 @@ def test_the_product_of_a_window_is_the_plain_one(rows, length, width, outputs, 
         z_TM=z,
         next_norm_M=following,
         next_eps=1e-6,
-        **options,
     )
     divisor = (squares.sum(1, keepdim=True) / width + 1e-5).rsqrt()
-    wide = [x.float() @ weight.float().T * divisor for weight in weights]
+    wide = [x.float() @ weight.float().T * divisor for weight in (up, gate)]
     expected = F.silu(wide[1] + gate_bias) * (wide[0] + bias) + u + z
     assert error(found, expected) < 1e-5
     assert error(operand.value_TK, expected * following) < (1e-5 if dtype == torch.float32 else 5e-3)

@@ -83,8 +83,8 @@ class FusedWindows:
     """``f(z)`` of a window in each slot; the states of committed tokens are replaced in place.
 
     Args:
-        fused: the layers, whose weights may be in 8 bits.
-        dtype: of the inputs of products, that of weights that are not in 8 bits.
+        fused: the layers, with weights in full precision.
+        dtype: of the inputs of products, that of the weights.
 
     """
 
@@ -144,7 +144,6 @@ class FusedWindows:
             into.weight,
             into.bias,
             length=step.length,
-            scales_M=into.scales,
             u_TM=step.u_TU,
             late=True,
         )
@@ -175,7 +174,6 @@ class FusedWindows:
             into.weight,
             into.bias,
             length=step.length,
-            scales_M=into.scales,
             u_TM=step.u_TU,
             conv=conv,
             late=True,
@@ -213,8 +211,6 @@ class FusedWindows:
             length=step.length,
             gate_MK=mlp.gate.weight,
             gate_bias_M=mlp.gate.bias,
-            scales_M=mlp.up.scales,
-            gate_scales_M=mlp.gate.scales,
             dtype=self.dtype,
         )
         return Operand(hidden)
@@ -231,7 +227,6 @@ def _added(
         out.weight,
         out.bias,
         length=step.length,
-        scales_M=out.scales,
         z_TM=z,
         next_norm_M=None if after is None else after.weight,
         next_eps=0.0 if after is None else after.eps,

@@ -70,22 +70,19 @@ class Tiles(NamedTuple):
     trigger: int = 2
 
 
-def tiles_of(width: int, *, wide: bool, gate: bool, codes: bool, conv: bool) -> Tiles:
+def tiles_of(width: int, *, wide: bool, gate: bool, conv: bool) -> Tiles:
     """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
 
     Args:
         width: of the inputs.
         wide: for operands of more than 16 bits.
         gate: for two matrices.
-        codes: for weights in 8 bits.
         conv: with a convolution of the result.
 
     """
     block = max(16, min(64, triton.next_power_of_2(triton.cdiv(width, 4))))
     if wide:
         return Tiles(inputs=block, stages=2)
-    if codes:
-        return Tiles(inputs=128 if width >= 512 else block, stages=2 if width <= 2048 else 3)
     return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=2 if conv else 0)
 
 
@@ -97,8 +94,6 @@ def linear_window(
     length: int,
     gate_MK: Tensor | None = None,
     gate_bias_M: Tensor | None = None,
-    scales_M: Tensor | None = None,
-    gate_scales_M: Tensor | None = None,
     u_TM: Tensor | None = None,
     z_TM: Tensor | None = None,
     conv: WindowConv | None = None,
@@ -114,13 +109,11 @@ def linear_window(
 
     Args:
         x: the input, contiguous.
-        weight_MK: W, contiguous, of x's dtype, or 8-bit codes.
+        weight_MK: W, contiguous, of x's dtype.
         bias_M: b.
         length: L; T is a multiple of it.
         gate_MK: V: the result is ``silu(V x + c) · (W x + b)``, as in SwiGLU.
         gate_bias_M: c.
-        scales_M: float32, of the rows of an 8-bit W (``ops.quantization``).
-        gate_scales_M: those of an 8-bit V.
         u_TM: added.
         z_TM: float32, added.
         conv: applies Mamba2's convolution, SiLU and step size to the result.
@@ -136,10 +129,7 @@ def linear_window(
     tokens, width = x.value_TK.shape
     outputs, device = weight_MK.shape[0], x.value_TK.device
     half = x.value_TK.dtype.itemsize <= 2
-    codes = weight_MK.dtype.itemsize == 1
-    chosen = tiles or tiles_of(
-        width, wide=not half, gate=gate_MK is not None, codes=codes, conv=conv is not None
-    )
+    chosen = tiles or tiles_of(width, wide=not half, gate=gate_MK is not None, conv=conv is not None)
     columns = min(max(triton.next_power_of_2(tokens), COLUMNS[0]), COLUMNS[1])
     together = columns // length * length  # whole windows
     programs = triton.cdiv(outputs, chosen.outputs)
@@ -161,8 +151,6 @@ def linear_window(
             weight_MK if bias_M is None else bias_M,
             weight_MK if gate_MK is None else gate_MK,
             weight_MK if gate_bias_M is None else gate_bias_M,
-            out if scales_M is None else scales_M,
-            out if gate_scales_M is None else gate_scales_M,
             out if u_TM is None else u_TM,
             out if z_TM is None else z_TM,
             out if next_norm_M is None else next_norm_M,
@@ -182,7 +170,6 @@ def linear_window(
             HAS_BIAS=bias_M is not None,
             GATE=gate_MK is not None,
             HAS_GATE_BIAS=gate_bias_M is not None,
-            SCALED=scales_M is not None,
             HAS_U=u_TM is not None,
             HAS_Z=z_TM is not None,
             CONV=conv is not None,
@@ -198,7 +185,7 @@ def linear_window(
             STAGES=chosen.stages,
             AHEAD=min(chosen.ahead, triton.cdiv(width, chosen.parts * chosen.inputs)),
             TRIGGER=max(chosen.trigger, int(late)),
-            **({"PDL": False} if codes else overlapping(device)),  # 8 bits: slower
+            **overlapping(device),
             num_warps=chosen.warps,
         )
     if next_norm_M is None:
@@ -208,14 +195,14 @@ def linear_window(
 
 @triton.jit
 def _linear_window(
-    x_ptr, squares_ptr, w_ptr, bias_ptr, gate_ptr, gate_bias_ptr, scales_ptr, gate_scales_ptr, u_ptr, z_ptr,
-    next_norm_ptr, out_ptr, next_ptr, next_squares_ptr, T, M, together, norm_width, eps, rows_ptr, own_ptr,
-    entries_ptr, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, K: tl.constexpr, L: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_GATE_BIAS:
-    tl.constexpr, SCALED: tl.constexpr, HAS_U: tl.constexpr, HAS_Z: tl.constexpr, CONV: tl.constexpr, W:
-    tl.constexpr, HAS_CONV_BIAS: tl.constexpr, NEXT: tl.constexpr, ROUNDED: tl.constexpr, PRECISION:
-    tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, squares_ptr, w_ptr, bias_ptr, gate_ptr, gate_bias_ptr, u_ptr, z_ptr, next_norm_ptr, out_ptr,
+    next_ptr, next_squares_ptr, T, M, together, norm_width, eps, rows_ptr, own_ptr, entries_ptr, taps_ptr,
+    conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, K: tl.constexpr, L: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_X: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_U:
+    tl.constexpr, HAS_Z: tl.constexpr, CONV: tl.constexpr, W: tl.constexpr, HAS_CONV_BIAS: tl.constexpr, NEXT:
+    tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T:
+    tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    TRIGGER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER == 0:
         start_next(PDL)
@@ -246,12 +233,8 @@ def _linear_window(
             v_1 = tl.load(gate_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)
-    if SCALED:
-        scales = tl.load(scales_ptr + m, mask=real, other=0.0)
     if GATE and HAS_GATE_BIAS:
         gate_bias = tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)
-    if GATE and SCALED:
-        gate_scales = tl.load(gate_scales_ptr + m, mask=real, other=0.0)
     if NEXT:
         next_norm = tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)
     if CONV:
@@ -294,34 +277,30 @@ def _linear_window(
     gate = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
     for first in tl.range(AHEAD * SPLIT * BLOCK_K, K, SPLIT * BLOCK_K, num_stages=STAGES):
         x = tl.load(x_ptr + first, mask=taken & (first + along_x < K), other=0.0)
-        w = tl.load(w_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
+        w = tl.load(w_ptr + first, mask=read & (first + along_w < K), other=0.0)
         total = tl.dot(w, x, total, input_precision=PRECISION)
         if GATE:
-            v = tl.load(gate_ptr + first, mask=read & (first + along_w < K), other=0.0).to(x.dtype)
+            v = tl.load(gate_ptr + first, mask=read & (first + along_w < K), other=0.0)
             gate = tl.dot(v, x, gate, input_precision=PRECISION)
     if TRIGGER == 2:
         start_next(PDL)
     if AHEAD > 0:
-        total = tl.dot(w_0.to(x_0.dtype), x_0, total, input_precision=PRECISION)
+        total = tl.dot(w_0, x_0, total, input_precision=PRECISION)
         if GATE:
-            gate = tl.dot(v_0.to(x_0.dtype), x_0, gate, input_precision=PRECISION)
+            gate = tl.dot(v_0, x_0, gate, input_precision=PRECISION)
     if AHEAD > 1:
-        total = tl.dot(w_1.to(x_1.dtype), x_1, total, input_precision=PRECISION)
+        total = tl.dot(w_1, x_1, total, input_precision=PRECISION)
         if GATE:
-            gate = tl.dot(v_1.to(x_1.dtype), x_1, gate, input_precision=PRECISION)
+            gate = tl.dot(v_1, x_1, gate, input_precision=PRECISION)
     y = tl.sum(total, axis=0)
     if GATE:
         g = tl.sum(gate, axis=0)
-    if SCALED:
-        y *= scales[:, None]
     if PARTS > 0:
         divisor = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / norm_width + eps)
         y *= divisor[None, :]
     if HAS_BIAS:
         y += bias[:, None]
     if GATE:
-        if SCALED:
-            g *= gate_scales[:, None]
         if PARTS > 0:
             g *= divisor[None, :]
         if HAS_GATE_BIAS:
