@@ -271,14 +271,14 @@ def test_catbabi_tables_of_longer_rows() -> None:
     found = results("catbabi")["longer_rows"]
     tests = {(row["model"], str(row["seed"]), row["length"]): row for row in found["test"]}
     for rate, kind, seed, *cells in table("catbabi", "learning rate | model | seed"):
-        short, long = tests.pop((f"{kind}-1", seed, 200)), tests.pop((f"{kind}-1", seed, 1600))
-        searches = [row["search"] for row in (short, long) if row["search"]]
+        short, long = tests.pop((f"{kind}-1", seed, 200)), tests.pop((f"{kind}-1", seed, 1600), None)
+        searches = [row["search"] for row in (short, long) if row and row["search"]]
         free = [short["training_free_phase"]["non_converged"]] if searches else []
         assert float(rate) == short["learning_rate"]
         assert cells == [
             str(short["steps"]),
             percent(short["accuracy"], digits=2),
-            percent(long["accuracy"]),
+            percent(long["accuracy"]) if long else "",
             ", ".join(f"{search['iterations']:.1f}" for search in searches),
             ", ".join(percent(search["converged"]) for search in searches),
             "".join(map(percent, free)),
