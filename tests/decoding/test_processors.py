@@ -98,7 +98,8 @@ def after_a_pair(input_ids: Tensor, scores: Tensor) -> Tensor:
     [(Sampling(), "attention"), (Sampling(temperature=0.9, top_k=9), "mamba2")],
     ids=["greedy", "drawn"],
 )
-def test_rows_do_not_depend_on_the_batch_or_the_way_of_decoding(sampling, family, tiny_model, prompts):
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])  # as on a GPU
+def test_rows_do_not_depend_on_the_batch_or_the_way_of_decoding(sampling, family, tiny_model, prompts, late):
     """Padded prompts, slots, tokens in flight, and requests of one decoder with different processors."""
     model = tiny_model(family, tolerance=1e-5)
     rule = {"temperature": sampling.temperature, "top_k": sampling.top_k}
@@ -108,6 +109,7 @@ def test_rows_do_not_depend_on_the_batch_or_the_way_of_decoding(sampling, family
     padded = torch.zeros(4, 8, dtype=torch.int64)
     valid = torch.zeros(4, 8, dtype=torch.bool)
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=16, max_in_flight=4)
+    decoder.on_gpu |= late
     for row, prompt in enumerate(prompts):
         alone = ib.generate(model, [prompt], max_new_tokens=NEW, seed=3 + row, **rule, **process)
         length = int(alone.lengths[0])

@@ -41,9 +41,12 @@ SAMPLINGS = {
 }
 
 
-def decode(model, prompts, *, tokens, sampling=None, count=COUNT, slots=2, requests=None, **options):
-    """Return the decoder and each request's new tokens."""
+def decode(
+    model, prompts, *, tokens, sampling=None, count=COUNT, slots=2, requests=None, late=False, **options
+):
+    """Return the decoder and the new tokens of each request; ``late``: read as on a GPU."""
     decoder = ContinuousDecoder(model, max_batch_size=slots, max_seq_len=32, max_in_flight=tokens, **options)
+    decoder.on_gpu |= late
     for row, prompt in enumerate(prompts):
         own = {} if requests is None else requests[row]
         request = Request(
@@ -167,7 +170,8 @@ def test_generate_decodes_one_token_after_the_other_unless_asked(family, tiny_mo
     assert expected.statistics.tokens_in_flight == 1
 
 
-def test_a_text_ends_at_a_stop_token_inside_a_wavefront(family, tiny_model, prompts):
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_a_text_ends_at_a_stop_token_inside_a_wavefront(family, tiny_model, prompts, late):
     model = tiny_model(family, tolerance=1e-4)
     _, free = decode(model, prompts, tokens=1, sampling=SAMPLINGS["sampled"])
     stops = sorted({news[index].token for news, index in zip(free, (2, 5, 7, 3), strict=True)})
@@ -177,6 +181,7 @@ def test_a_text_ends_at_a_stop_token_inside_a_wavefront(family, tiny_model, prom
         tokens=5,
         sampling=SAMPLINGS["sampled"],
         requests=[{"stop_token_ids": stops}] * len(prompts),
+        late=late,
     )
     for news, olds in zip(found, free, strict=True):
         end = next((i + 1 for i, old in enumerate(olds) if old.token in stops), COUNT)
@@ -184,10 +189,28 @@ def test_a_text_ends_at_a_stop_token_inside_a_wavefront(family, tiny_model, prom
         assert [new.last for new in news] == [False] * (end - 1) + [True]
 
 
-def test_a_cancelled_text_frees_its_slot_and_changes_no_other(family, tiny_model, prompts):
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_on_a_gpu_the_host_reads_a_call_while_the_next_one_runs(family, tiny_model, prompts, sampling):
+    model = tiny_model(family, tolerance=1e-4)
+    expected = decode(model, prompts, tokens=4, sampling=sampling)[1]
+    decoder, found = decode(model, prompts, tokens=4, sampling=sampling, late=True)
+    check_equal(found, expected, atol=0.0)
+    decoder.submit(Request(prompt=[1, 2, 3], max_new_tokens=COUNT, sampling=sampling))
+    calls = decoder.calls
+    while decoder.busy:
+        decoder.step()
+        if decoder.calls > calls:  # the report of this call is not read
+            assert decoder._chosen[-1].call == decoder.calls
+            calls = decoder.calls
+    assert not decoder._chosen
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_a_cancelled_text_frees_its_slot_and_changes_no_other(family, tiny_model, prompts, late):
     model = tiny_model(family, tolerance=1e-4)
     _, expected = decode(model, prompts, tokens=1)
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=32, max_in_flight=4)
+    decoder.on_gpu |= late
     for row, prompt in enumerate(prompts):
         decoder.submit(Request(prompt=prompt, max_new_tokens=COUNT, seed=row))
     found = defaultdict(list)

@@ -121,4 +121,4 @@ def fly(decoder: ContinuousDecoder, wavefront: Wavefront, size: int) -> None:
     decoder.calls += 1
     decoder.rows_called += size
     report = AsyncHostCopy(results.report)
-    decoder._chosen.append(Flown(decoder.calls - 1, list(decoder._rows), texts, logits, report))
+    decoder._chosen.append(Flown(decoder.calls, list(decoder._rows), texts, logits, report))
