@@ -76,20 +76,31 @@ class RowTiles(NamedTuple):
     registers: int | None = None  # at most
 
 
-def row_tiles(outputs: int, width: int, *, gate: bool, codes: bool) -> RowTiles:
-    """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
+def row_tiles(outputs: int, width: int, dtype: torch.dtype, *, gate: bool, conv: bool) -> RowTiles:
+    """Return the tiles of a product, by measurements of whole calls at 1.3B (benchmarks/NOTES.md).
 
     Args:
         outputs: of all programs.
         width: of the inputs.
+        dtype: of the weights.
         gate: for two matrices.
-        codes: for weights in 8 bits.
+        conv: with a convolution of the result.
 
     """
     warps = 4 if width <= 2048 else 8 if width <= 8192 else 16
-    many = codes and outputs > 4096 and not gate
-    limited = codes and width <= 8192  # so that more programs run at the same time; none of these spills
-    return RowTiles(8 if many else 4, warps, (80 if many or gate else 64) if limited else None)
+    codes, few = dtype.itemsize == 1, outputs <= 4096 and not gate
+    if outputs < 2048 or not 2048 <= width <= (5632 if few else 4096):  # not measured
+        # Fewer registers let more programs run at the same time; none of these spills.
+        return RowTiles(4, warps, (80 if gate else 64) if codes and width <= 3072 else None)
+    if not codes:
+        return RowTiles(8 if few and width <= 4096 else 4, warps)
+    if conv:
+        return RowTiles(4, warps)
+    if few and dtype == torch.int8:
+        return RowTiles(8, 4, 168 if width > 2048 else None)
+    if few:
+        return RowTiles(4, 4, 120) if width > 2048 else RowTiles(2, 4)
+    return RowTiles(8, warps, 128 if gate else 80)
 
 
 def linear_rows(
@@ -135,7 +146,9 @@ def linear_rows(
     rows, width = x_RK.shape
     outputs = weight_MK.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x_RK.device)
-    tiles = tiles or row_tiles(outputs, width, gate=gate_MK is not None, codes=scales_M is not None)
+    tiles = tiles or row_tiles(
+        outputs, width, weight_MK.dtype, gate=gate_MK is not None, conv=mamba2 is not None
+    )
     with on_device(x_RK.device):
         _linear_rows[(rows, triton.cdiv(outputs, tiles.outputs))](
             x_RK,

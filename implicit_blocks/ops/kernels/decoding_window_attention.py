@@ -29,10 +29,10 @@ from implicit_blocks.ops.kernels.overlap import (
 LEAST = 16  # width of a head, rows of a product of matrix units, and tokens of a window, with unused ones
 
 
-def window_attention_tiles(head_dim: int, *, half: bool) -> AttentionTiles:
+def window_attention_tiles(head_dim: int, queries: int, *, half: bool) -> AttentionTiles:
     """Return the tiles of the attention of windows; ``half`` for keys of at most 16 bits."""
     if half and head_dim <= 64:
-        return AttentionTiles(256, 2, 8, 256)
+        return AttentionTiles(128, 2, 4, 128) if queries <= LEAST else AttentionTiles(256, 2, 8, 256)
     return AttentionTiles(128 if half and head_dim <= 128 else 32, 2, 8 if half else 4, 128)
 
 
@@ -75,7 +75,8 @@ def attention_window(
     out = torch.empty(tokens, n_heads * head_dim, dtype=dtype, device=device)
     # A past of few heads is divided among more programs, the last of which joins the results.
     half = keys_SKCP.dtype.itemsize <= 2
-    tiles = window_attention_tiles(head_dim, half=half)
+    queries = n_heads // kv_heads * length
+    tiles = window_attention_tiles(head_dim, queries, half=half)
     splits = min(triton.cdiv(room, tiles.span), triton.cdiv(PROGRAMS, kv_heads * rows))
     found, sums = out, out
     if splits > 1:
@@ -106,7 +107,7 @@ def attention_window(
             L=length,
             PRECISION="tf32" if half else "ieee",  # of float32 operands alone
             BLOCK_L=max(LEAST, triton.next_power_of_2(length)),
-            BLOCK_Q=max(LEAST, triton.next_power_of_2(n_heads // kv_heads * length)),
+            BLOCK_Q=max(LEAST, triton.next_power_of_2(queries)),
             BLOCK_T=tiles.block,
             STAGES=tiles.stages,
             **overlapping(device),
