@@ -399,6 +399,16 @@ def test_the_residual_shape_solves_s3_with_damping_in_training() -> None:
     assert f"the lowest of three seeds has {half[0]} and {none[0]} %" in PAGE
 
 
+def test_the_residual_shape_solves_a5_at_four_times_the_length() -> None:
+    path = ROOT / "benchmarks" / "results" / "word_problem_a5_residual.json"
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    for test in row["tests"]:
+        assert test["accuracy"] == test["converged"] == 1.0
+    assert f"{row['training_minutes']:.1f} minutes on an H200" in PAGE
+    assert f"{row['parameters'] / 1e6:.1f} M parameters instead of 1.5 M" in PAGE
+    assert f"correct on all tokens of {test['sequences']} sequences" in PAGE
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 def test_the_tables_of_inference_are_those_of_the_result_file(family: str, inference: dict[str, Any]) -> None:
     path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
