@@ -406,7 +406,9 @@ def test_the_residual_shape_solves_a5_at_four_times_the_length() -> None:
         assert test["accuracy"] == test["converged"] == 1.0
     assert f"{row['training_minutes']:.1f} minutes on an H200" in PAGE
     assert f"{row['parameters'] / 1e6:.1f} M parameters instead of 1.5 M" in PAGE
-    assert f"correct on all tokens of {test['sequences']} sequences" in PAGE
+    at_1024 = [test["identity_probability"] for test in row["tests"] if test["length"] == 1024]
+    assert f"correct on all tokens of {test['sequences']} sequences each with p = 0.5 and p = 0" in PAGE
+    assert at_1024 == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
