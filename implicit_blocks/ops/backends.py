@@ -156,6 +156,8 @@ class Operation:
         self.backends = backends
         self.names = tuple(backend.name for backend in backends)
         self._present = tuple(backend for backend in backends if backend.is_present)
+        self.lacked: dict[str, str] = {}
+        """Of each backend chosen by ``auto`` on a GPU: the missing package of a preferred one, or ""."""
         _OPERATIONS[name] = self
 
     def choose(self, wanted: str, *inputs: Any) -> Backend:
@@ -171,6 +173,8 @@ class Operation:
         for backend in self._present:
             if backend.pays(*inputs) and not backend.refuses(*inputs) and backend.installed:
                 note(self.name, backend.name)
+                if inputs[0].is_cuda and not torch.compiler.is_compiling():
+                    self._record_missing(backend, *inputs)
                 return backend
         raise AssertionError(f"no backend of {self.name} supports all inputs")
 
@@ -194,6 +198,15 @@ class Operation:
                 f"{self.name} backend {wanted!r}: {load(backend.module)}; {how_to_get(backend.package)}, or "
                 f"set the backend to {AUTO}"
             )
+
+    def _record_missing(self, chosen: Backend, *inputs: Any) -> None:
+        if chosen.name in self.lacked:
+            return
+        self.lacked[chosen.name] = ""
+        for backend in self.backends[: self.backends.index(chosen)]:
+            if backend not in self._present and backend.pays(*inputs) and not backend.refuses(*inputs):
+                self.lacked[chosen.name] = backend.package
+                return
 
     def _named(self, wanted: str, *inputs: Any) -> Backend:
         self.require(wanted)
@@ -222,6 +235,11 @@ def note(operation: str, backend: str) -> None:
 def chosen() -> tuple[tuple[str, str], ...]:
     """Return the operators and backends that have run in this process, in the order of their first use."""
     return tuple(_CHOSEN)
+
+
+def missing_package(operation: str, backend: str) -> str:
+    """Return the package whose backend would have run on the GPU instead of this one, or ""."""
+    return _OPERATIONS[operation].lacked.get(backend, "") if operation in _OPERATIONS else ""
 
 
 def operations() -> tuple[Operation, ...]:

@@ -41,6 +41,18 @@ def test_auto_chooses_the_first_available_supported_and_preferred_backend(operat
     assert operation.choose("auto", torch.ones(1)).name == "plain"
 
 
+def test_auto_on_a_gpu_records_the_package_that_it_lacks(operation):
+    class OnGPU(list):
+        is_cuda = True
+
+    operation.choose("auto", torch.ones(3))
+    assert backends.missing_package("double", "short") == ""  # on a CPU
+    operation.choose("plain", OnGPU([1.0]))
+    assert backends.missing_package("double", "plain") == ""  # named
+    operation.choose("auto", OnGPU([1.0]))
+    assert backends.missing_package("double", "plain") == "no-such"
+
+
 def test_a_named_backend_need_not_be_preferred(operation):
     assert operation.choose("short", torch.ones(1)).name == "short"
     assert backends.chosen() == (("double", "short"),)

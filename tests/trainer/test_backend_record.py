@@ -49,6 +49,15 @@ def test_each_new_backend_is_logged_once_and_recorded():
 
 
 @pytest.mark.usefixtures("_nothing_has_run")
+def test_a_missing_package_that_would_be_faster_is_logged_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(backends, "missing_package", lambda operation, backend: "mamba-ssm")
+    display = Display()
+    backends.note("double", "plain")
+    BackendRecord(Folder(), display).update()
+    assert display.messages[1].startswith("mamba-ssm would compute double faster here; install it (pip ")
+
+
+@pytest.mark.usefixtures("_nothing_has_run")
 def test_the_run_continues_if_the_manifest_cannot_be_written():
     folder, display = Folder(), Display()
 

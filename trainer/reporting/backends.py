@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from implicit_blocks.ops import backends
+from implicit_blocks.ops.accelerated import how_to_get
 from trainer.errors import RunFolderError
 from trainer.reporting.display import Display
 from trainer.storage.run_folder import RunFolder
@@ -27,10 +28,13 @@ class BackendRecord:
         ran = backends.chosen()
         if ran == self._known:
             return
-        new = [f"{operation} by {backend}" for operation, backend in ran[len(self._known) :]]
+        new = ran[len(self._known) :]
         self._known = ran
         if self._folder is not None:
-            self._display.log(f"backends: {', '.join(new)}")
+            self._display.log(f"backends: {', '.join(f'{name} by {backend}' for name, backend in new)}")
+            for name, backend in new:
+                if package := backends.missing_package(name, backend):
+                    self._display.log(f"{package} would compute {name} faster here; {how_to_get(package)}")
             try:
                 self._folder.record_backends(backends.report())
             except (OSError, RunFolderError) as error:  # the run does not depend on the record
