@@ -6,21 +6,19 @@ With ``TRITON_INTERPRET=1`` they run in Triton's interpreter, without a GPU.
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 from torch import Tensor
 
 from implicit_blocks.testing import check_backend, relative_error
+from tests.gpu.interpreter import DEVICE, INTERPRETED
 
 rwkv7 = pytest.importorskip("implicit_blocks_rwkv7", reason="the plugin rwkv7 is not installed")
 plain = pytest.importorskip("implicit_blocks_rwkv7.delta_rule").generalized_delta_rule
 recurrence = pytest.importorskip("implicit_blocks_rwkv7.recurrence").generalized_delta_rule_recurrence
 scans = pytest.importorskip("implicit_blocks_rwkv7.scan")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SHAPES = [(2, 1, 2, 32, 32), (3, 7, 2, 32, 16), (1, 64, 2, 16, 16), (2, 70, 2, 32, 32), (1, 20, 1, 16, 32)]
 

@@ -5,37 +5,21 @@ With ``TRITON_INTERPRET=1`` they run in Triton's interpreter, without a GPU.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.ops.quantization import LARGEST, EightBits, eight_bits
 from implicit_blocks.ops.rotary import rotation_tables
+from tests.gpu.interpreter import DEVICE, HALF, INTERPRETED, MARKS, random
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="no CUDA device"),
-    # of the interpreter
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-HALF = pytest.param(
-    torch.bfloat16, marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
-)
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)
 def _seed():
     pytest.importorskip("triton", reason="Triton is not installed")
     torch.manual_seed(0)
-
-
-def random(*shape):
-    return torch.randn(*shape, device=DEVICE)
 
 
 def error(found, expected):

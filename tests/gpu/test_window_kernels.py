@@ -6,7 +6,6 @@ With ``TRITON_INTERPRET=1`` they run in Triton's interpreter, without a GPU.
 from __future__ import annotations
 
 import copy
-import os
 from collections import defaultdict
 from dataclasses import replace
 
@@ -26,19 +25,9 @@ from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.ops.attention.slots import attend_slot_windows
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.windows import Window
+from tests.gpu.interpreter import DEVICE, HALF, INTERPRETED, MARKS, random
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="no CUDA device"),
-    # of the interpreter
-    pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-HALF = pytest.param(
-    torch.bfloat16, marks=pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bfloat16")
-)
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +40,6 @@ def _exact_products():
 def error(found, expected):
     found, expected = found.detach().double(), expected.detach().double()
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-def random(*shape):
-    return torch.randn(*shape, device=DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -424,6 +409,7 @@ def test_the_wavefront_kernels_decide_as_the_plain_operators_do(tokens, seed):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("case", ["mamba2", "mamba2-groups", "attention"])
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of the interpreter
 @torch.no_grad()
 def test_a_step_with_codes_is_that_of_the_rounded_weights(case, dtype):
     """In kernels, with weights in 8 bits, and in plain operators, with weights rounded to their values."""
@@ -452,7 +438,10 @@ def test_a_step_with_codes_is_that_of_the_rounded_weights(case, dtype):
             quantized._step(torch.tensor(rows, device=DEVICE))
         search = batch.search
         found.append((search.z, search.best, search.iterations, quantized.coarse_S))
-    assert found[0][3][1:].tolist() == [False, True, True]
+    coarse = found[0][3].tolist()
+    assert coarse[1:] == [False, True, True]
+    if dtype == torch.int8 and case != "mamba2-groups":  # elsewhere the first text is near the bound
+        assert coarse[0]
     for ours, wanted in zip(*found, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
 

@@ -5,30 +5,18 @@ With ``TRITON_INTERPRET=1`` they run in Triton's interpreter, without a GPU.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() or INTERPRETED), reason="no CUDA device"),
-    # of the interpreter
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-]
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+from tests.gpu.interpreter import DEVICE, MARKS, random
+
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
     pytest.importorskip("triton", reason="Triton is not installed")
     torch.manual_seed(0)
-
-
-def random(*shape):
-    return torch.randn(*shape, device=DEVICE)
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(64, 96), slice(100, 101)], ids=["all", "keys", "value"])
