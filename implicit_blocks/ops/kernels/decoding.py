@@ -289,7 +289,11 @@ def _tile(ptr, first: tl.constexpr, column, K: tl.constexpr):
 
 @triton.jit
 def _row(w_tiles, x_tiles, unit, output: tl.constexpr, OUTPUTS: tl.constexpr, TILES: tl.constexpr):
-    """Return the products of a row of weights, added over the tiles, for inputs in digits four by four."""
+    """Return the products of a row of weights with the input, summed over the tiles.
+
+    Without ``unit`` there is one sum per element of a tile. Otherwise the input is given as ``_digits``
+    returns it, and there is one sum per four elements.
+    """
     if unit is None:
         total = w_tiles[output].to(tl.float32) * x_tiles[0]
         for tile in tl.static_range(1, TILES):

@@ -392,10 +392,17 @@ def _decide_tokens(
     fresh = (order == place) & begins
     moves = tl.minimum(order + commits, W - 1).to(tl.int32)
     # All flags are moved together, one bit each.
-    flags = improved.to(tl.int32) + 2 * (stays & (done == 0)).to(tl.int32) + 4 * solved.to(tl.int32)
-    flags += 8 * given_up.to(tl.int32) + 16 * again.to(tl.int32) + 32 * clean.to(tl.int32)
+    IMPROVED: tl.constexpr = 1
+    CONTINUES: tl.constexpr = 2
+    SOLVED: tl.constexpr = 4
+    GIVEN_UP: tl.constexpr = 8
+    AGAIN: tl.constexpr = 16
+    CLEAN: tl.constexpr = 32
+    flags = IMPROVED * improved.to(tl.int32) + CONTINUES * (stays & (done == 0)).to(tl.int32)
+    flags += SOLVED * solved.to(tl.int32) + GIVEN_UP * given_up.to(tl.int32)
+    flags += AGAIN * again.to(tl.int32) + CLEAN * clean.to(tl.int32)
     moved = tl.gather(flags, moves, 0)
-    anew = ((moved & 16) > 0) & kept
+    anew = ((moved & AGAIN) > 0) & kept
     tl.store(tokens_ptr + at, tl.where(fresh, token, tl.gather(tokens, moves, 0)), mask=real)
     tl.store(next_ptr + at, tl.gather(chosen, moves, 0), mask=real)
     tl.store(lowest_ptr + at, tl.gather(lowest, moves, 0), mask=real)
@@ -404,10 +411,10 @@ def _decide_tokens(
     tl.store(iterations_ptr + at, tl.gather(iterations, moves, 0), mask=real)
     tl.store(as_head_ptr + at, tl.gather(as_head, moves, 0), mask=real)
     tl.store(fresh_ptr + at, (anew | fresh).to(tl.int8), mask=real)
-    tl.store(clean_ptr + at, ((moved & 32) > 0).to(tl.int8), mask=real)
+    tl.store(clean_ptr + at, ((moved & CLEAN) > 0).to(tl.int8), mask=real)
     tl.store(within_ptr + at, tl.gather(new_within, moves, 0), mask=real)
-    tl.store(done_ptr + at, (((moved & 12) > 0) & kept).to(tl.int8), mask=real)
-    tl.store(converged_ptr + at, ((moved & 4) > 0).to(tl.int8), mask=real)
+    tl.store(done_ptr + at, (((moved & (SOLVED | GIVEN_UP)) > 0) & kept).to(tl.int8), mask=real)
+    tl.store(converged_ptr + at, ((moved & SOLVED) > 0).to(tl.int8), mask=real)
     tl.store(count_ptr + slot, place + begins.to(tl.int64))
     tl.store(lengths_ptr + slot, length + commits)
     tl.atomic_add(counts_ptr, count)
@@ -427,10 +434,10 @@ def _decide_tokens(
         value = tl.load(value_ptr + here_value, mask=mask, other=0.0)
         following = tl.load(following_ptr + here_value, mask=mask, other=0.0)
         tl.debug_barrier()  # points are read before those of earlier places replace them
-        best = tl.where((moved & 1) > 0, value, best)
-        z = tl.where((moved & 2) > 0, following, old)
-        z = tl.where((moved & 4) > 0, value, z)
-        z = tl.where((moved & 8) > 0, best, z)
+        best = tl.where((moved & IMPROVED) > 0, value, best)
+        z = tl.where((moved & CONTINUES) > 0, following, old)
+        z = tl.where((moved & SOLVED) > 0, value, z)
+        z = tl.where((moved & GIVEN_UP) > 0, best, z)
         z = tl.where((tl.abs(tl.sum(z, axis=1)) < float("inf"))[:, None], z, old)
         z = tl.where((number < place)[:, None], z, 0.0)
         target = (slot * W + number)[:, None] * D + column[None, :]

@@ -18,10 +18,7 @@ from implicit_blocks.ops.kernels.decoding_mamba2 import ScanTiles
 from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
-
-def window_scan_tiles(length: int) -> ScanTiles:
-    """Return the tiles of the scan of windows of this length."""
-    return ScanTiles(16, 4)
+TILES = ScanTiles(16, 4)
 
 
 def scan_window(
@@ -60,8 +57,7 @@ def scan_window(
     rows = len(rows_R)
     tokens, device, inputs = rows * length, h_SHPN.device, conv.inputs
     out = torch.empty(tokens, heads * head_dim, dtype=dtype, device=device)
-    tiles = window_scan_tiles(length)
-    part = min(head_dim, tiles.features)
+    part = min(head_dim, TILES.features)
     parts = heads * (head_dim // part)
     squares = torch.empty(tokens, parts, dtype=torch.float32, device=device)
     channels = conv.own_TC.shape[1]
@@ -92,11 +88,11 @@ def scan_window(
             BLOCK_W=triton.next_power_of_2(max(1, inputs.taps - 1)),
             NORM=norm_I is not None,
             PRECISION="tf32x3",  # as exact as float32 up to its last bits
-            SPLIT=max(1, min(tiles.warps, d_state // 16)),
+            SPLIT=max(1, min(TILES.warps, d_state // 16)),
             BLOCK_P=part,
             BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
             **overlapping(device),
-            num_warps=tiles.warps,
+            num_warps=TILES.warps,
         )
     if norm_I is None:
         return Operand(out)
