@@ -169,6 +169,7 @@ def test_book_variants_search_in_evaluation_and_can_take_the_loops_of_training(n
     assert fixed.at_evaluation.fixed_loops == 3
 
 
+MAMBA2 = {"family": "mamba2", "learning_rate": 4e-3, "weight_decay": 2.0, "petaflops": 0.82}
 MEASURED = {
     "books_5m_residual": {
         "family": "llama",
@@ -188,15 +189,20 @@ MEASURED = {
     },
     "books_8m_residual": {"family": "llama", "layers": (2, 4, 2), "loops": 4, "weight_decay": 1.5},
     "books_8m_residual_explicit": {"family": "llama", "layers": (0, 8, 0), "weight_decay": 1.5},
-    "books_5m_mamba2_residual": {"family": "mamba2", "layers": (2, 4, 2), "loops": 4, "weight_decay": 2.0},
-    "books_5m_mamba2_residual_explicit": {"family": "mamba2", "layers": (0, 8, 0), "weight_decay": 2.0},
+    "books_5m_mamba2_residual": {
+        **MAMBA2,
+        "layers": (3, 2, 3),
+        "loops": 3,
+        "loops_from": 0.5,
+        "average": 0.995,
+    },
+    "books_5m_mamba2_residual_explicit": {**MAMBA2, "layers": (0, 8, 0), "average": 0.998},
 }
 
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_compute(name: str) -> None:
-    fields: dict[str, Any] = {**MEASURED[name], "learning_rate": 2e-3}
-    fields.setdefault("petaflops", 3.0 if fields["family"] == "llama" else 0.75)
+    fields: dict[str, Any] = {"learning_rate": 2e-3, "petaflops": 3.0, **MEASURED[name]}
     if fields.get("loops"):
         fields |= {"end_loops": 8, "end_from": 0.8}
     if fields.get("loops") == 4:
