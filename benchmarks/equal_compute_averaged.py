@@ -26,20 +26,22 @@ from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 FILES = {
-    "Llama": "equal_compute_averaged",
-    "Llama, twice the FLOPs": "equal_compute_averaged_longer",
     "Llama, 0.7 M": "equal_compute_averaged_700k",
     "Llama, 2 M": "equal_compute_averaged_2m",
+    "Llama": "equal_compute_averaged",
     "Llama, 10 M": "equal_compute_averaged_10m",
+    "Llama, twice the FLOPs": "equal_compute_averaged_longer",
     "Llama, Muon": "equal_compute_averaged_muon",
     "5 M": "equal_compute_half",
     "Mamba2": "equal_compute_averaged_mamba2",
+    "Mamba2, twice the FLOPs": "equal_compute_averaged_mamba2_longer",
     "mamba2": "equal_compute_quarter_mamba2",
     "once": "equal_compute_once_late",
 }
 """Result files by part of the comparison."""
 EARLIER = ("mamba2", "adamw")
 """Part and optimizer that the summary leaves out: another part repeats the comparison with more seeds."""
+LONG = "twice the FLOPs"
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M")
 """Parts with text and FLOPs in proportion to the size."""
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
@@ -222,16 +224,22 @@ def summary_table() -> str:
     head = ("model", "setting", "optimizer", "implicit", "explicit", "difference", "95 % interval", "seeds",
             "target", "reached")  # fmt: skip
     rows = sorted(compared(), key=lambda one: (one[2][0].optimizer, one[0]))
-    return markdown([head, *(_summary(setting, ours, theirs) for setting, _, ours, theirs in rows)])
+    return markdown([head, *(_summary(*row) for row in rows)])
 
 
-def _summary(setting: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
+def _name(part: str, *sides: Rows) -> str:
+    """Return family and sizes of recipes, and that a part has twice the FLOPs."""
+    sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
+    longer = part.removeprefix(FAMILIES[sides[0][0].family]) if part.endswith(LONG) else ""
+    return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{longer}"
+
+
+def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
     result = difference_of_runs(ours[1], theirs[1])
     interval, target, one_seed = result["interval"], TARGETS[setting], result["seeds"] == [1, 1]
     reached = result["difference"] <= target and (setting != "a" or result["below_with_every_seed"])
-    sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in (ours, theirs))
     cells = (
-        f"{FAMILIES[ours[0].family]}, {' beside '.join(sizes)}",
+        _name(part, ours, theirs),
         f"({setting}) {SETTINGS[setting]}",
         OPTIMIZERS[ours[0].optimizer],
         f"{result['implicit']:.2f}",
@@ -246,10 +254,13 @@ def _summary(setting: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
 
 
 def convergence_table() -> str:
-    """Return convergence and longer text of the implicit recipes of the summary in setting (a), AdamW."""
+    """Return convergence and longer text of the implicit recipes of the summary in setting (a), AdamW.
+
+    Recipes with one seed are left out.
+    """
     lines: list[tuple[str, ...]] = [("model", "measurement", "result", "target", "reached")]
-    for setting, _, (recipe, runs), _ in compared():
-        if setting != "a" or recipe.optimizer != "adamw":
+    for setting, part, (recipe, runs), _ in compared():
+        if setting != "a" or recipe.optimizer != "adamw" or len(runs) == 1:
             continue
         found = [one for one in map(at_fixed_point, runs) if one is not None]
         shares = sorted(share for _, share in found)
@@ -257,7 +268,7 @@ def convergence_table() -> str:
         long = [run["lengths"] for run in runs if run["lengths"]]
         ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
         most = LONGER[recipe.family]
-        model = f"{FAMILIES[recipe.family]}, {runs[0]['parameters'] / 1e6:.1f} M"
+        model = _name(part, (recipe, runs))
         rows = [
             ("tokens converged", _range([f"{one:.1%}" for one in shares]), "99%", shares[0] >= CONVERGED),
             ("at the fixed point", _range([f"{one:+.1%}" for one in changes]), "+0.5%", changes[-1] <= 0.005),

@@ -31,6 +31,8 @@ LOOPED: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3, **END}
 EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
 TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
 FEW: dict[str, Any] = {"layers": [3, 2, 3], "loops": 3, **END}
+LATE: dict[str, Any] = {**FEW, "loops_from": 0.5}
+LATER: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "loops_from": 0.75, **END}
 LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995]}
 MAMBA2: dict[str, Any] = {"family": "mamba2", "petaflops": 0.82, "average": [0.98, 0.99, 0.995, 0.998]}
 SHORT: list[float] = [0.99, 0.995, 0.998, 0.999]
@@ -61,10 +63,14 @@ def lists() -> dict[str, Runs]:
         return [{**common, **shape, **point} for point in tuned for shape in shapes]
 
     return {
-        "mamba2": grid(
-            MAMBA2, (EIGHT, TWICE, FEW), (2e-3, 4.0), (2e-3, 8.0), (4e-3, 4.0), (2e-3, 2.0), (4e-3, 2.0)
-        ),
-        "mamba2_longer": grid({**MAMBA2, "petaflops": 1.64}, (EIGHT, TWICE), (2e-3, 4.0), (2e-3, 8.0)),
+        "mamba2": [
+            *grid(MAMBA2, (EIGHT, LATE, LATER, {**TWICE, "loops_from": 0.5}), (4e-3, 2.0)),
+            *grid(MAMBA2, (EIGHT, FEW), (2e-3, 2.0), (2e-3, 4.0), (2e-3, 8.0), (4e-3, 1.0), (4e-3, 4.0)),
+            *grid(MAMBA2, (TWICE,), (2e-3, 2.0), (2e-3, 4.0), (2e-3, 8.0), (4e-3, 2.0), (4e-3, 4.0)),
+            *grid(MAMBA2, (FEW,), (4e-3, 2.0)),
+            *grid(MAMBA2, (EIGHT, LATE), (8e-3, 2.0)),
+        ],
+        "mamba2_longer": grid({**MAMBA2, "petaflops": 1.64}, (EIGHT, LATE), (4e-3, 2.0), (4e-3, 4.0)),
         "0.7m": grid(smaller, pair, (4e-3, 1.5), (2e-3, 1.5), (4e-3, 0.75), (8e-3, 0.75), (8e-3, 1.5)),
         "2m": grid(small, pair, (2e-3, 1.5), (4e-3, 1.5), (4e-3, 0.75), (2e-3, 0.75)),
         "muon": grid({**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),

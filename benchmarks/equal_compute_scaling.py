@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,22 +124,42 @@ def sentences(found: Mapping[int, Mapping[str, Runs]]) -> str:
 
 
 def draw(found: Mapping[int, Mapping[str, Runs]]) -> Any:
-    """Return the picture: the runs of both sides, their lines, and the intervals of the fitted means."""
-    from matplotlib.figure import Figure
+    """Return the picture: the runs of both sides, and their differences, with the intervals of the lines."""
+    from trainer.reporting.pictures import GREY, ORANGE, finish, new_figure, plain_logarithm
 
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.subplots()
+    figure = new_figure(width=10, height=3.6, title="Perplexity on held-out books by size, at equal compute")
+    perplexity, difference = figure.subplots(1, 2)
     lines, sizes = fitted(found), sorted(found)
     grid = [sizes[0] * (sizes[-1] / sizes[0]) ** (n / 40) for n in range(41)]
-    for side, color in (("explicit", "tab:gray"), ("implicit", "tab:blue")):
+
+    def band(axes: Any, line: Line, color: str, scale: Callable[[float], float]) -> None:
+        middle, low, high = zip(*(map(scale, line.at(math.log(size))) for size in grid), strict=True)
+        axes.plot(grid, middle, color=color)
+        axes.fill_between(grid, low, high, color=color, alpha=0.2, linewidth=0)
+
+    for side, color in (("explicit", GREY), ("implicit", ORANGE)):
         points = [(size, run["report"]) for size, sides in found.items() for run in sides[side]]
-        axes.plot(*zip(*points, strict=True), "o", color=color, label=side, markersize=4)
-        values = [tuple(map(math.exp, lines[side].at(math.log(size)))) for size in grid]
-        axes.plot(grid, [mean for mean, _, _ in values], color=color)
-        axes.fill_between(grid, [low for _, low, _ in values], [high for _, _, high in values], color=color,
-                          alpha=0.2, linewidth=0)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="perplexity on held-out books")
-    axes.legend()
+        perplexity.plot(*zip(*points, strict=True), "o", color=color, label=side, markersize=4)
+        band(perplexity, lines[side], color, math.exp)
+    perplexity.legend(frameon=False)
+    plain_logarithm(perplexity, "y")
+    ours, theirs = (losses(found, side) for side in ("implicit", "explicit"))
+    pairs = [
+        (size, 100 * math.expm1(loss - theirs[size][seed]))
+        for size in sizes
+        for seed, loss in ours[size].items()
+        if seed in theirs[size]
+    ]
+    difference.plot(*zip(*pairs, strict=True), "o", color=ORANGE, markersize=4)
+    band(difference, lines["difference"], ORANGE, lambda value: 100 * math.expm1(value))
+    difference.axhline(0, color=GREY, linewidth=1)
+    for axes, title, label in (
+        (perplexity, "both sides", "perplexity"),
+        (difference, "implicit beside explicit, seed by seed", "difference (%)"),
+    ):
+        plain_logarithm(axes, "x", at=sizes)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:.1f} M")
+        finish(axes, title=title, x="parameters", y=label)
     return figure
 
 

@@ -2,37 +2,24 @@
 
 import json
 import runpy
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.documentation.equal_compute_pages import LAST, PAGE, ROOT, SEEDS, percent, read
 from trainer.experiments.equal_compute.compare import require_same_text
 from trainer.experiments.equal_compute.experiment import LAPTOP
 from trainer.experiments.equal_compute.plot import draw
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
-ROOT = Path(__file__).resolve().parents[2]
-SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
 PICTURED = ("averaged", "averaged_mamba2")
-PAGE, LAST = (
-    " ".join((ROOT / "docs" / f"equal_compute{name}.md").read_text(encoding="utf-8").split())
-    for name in ("", "_last_weights")
-)
 
 
 @pytest.fixture(scope="module")
 def seeds() -> dict[str, dict[str, list[Any]]]:
     """Return the runs with several seeds of both families, by shape."""
     return {name: several_seeds(read(name)) for name in ("llama", "mamba2")}
-
-
-def read(name: str) -> list[dict[str, Any]]:
-    path = ROOT / "benchmarks" / "results" / f"equal_compute_{name}.json"
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    return found
 
 
 def several_seeds(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -43,10 +30,6 @@ def several_seeds(runs: list[dict[str, Any]]) -> dict[str, list[Any]]:
     }
     assert {"explicit8 l", "implicit1-2"} <= set(found) or {"explicit8 l", "implicit2-4"} <= set(found)
     return found
-
-
-def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
-    return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 @pytest.mark.parametrize("name", ["gpu", "llama", "llama_rates", "llama_late", "mamba2", "fresh"])
@@ -232,151 +215,6 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_inference.py"))
 
 
-@pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the program that makes the tables with half a token of text per parameter."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_averaged.py"))
-
-
-def test_the_tables_of_muon_and_averages_are_those_of_the_result_files(half: dict[str, Any]) -> None:
-    found = dict(half["tables"]())
-    assert {"averaged weights", "summary", "convergence", "once: reported seeds"} <= found.keys()
-    for title, text in found.items():
-        assert " ".join(text.split()) in PAGE, title
-
-
-def test_the_differences_with_averaged_weights(half: dict[str, Any]) -> None:
-    summary = [(ours[0], theirs[0]) for _, _, ours, theirs in half["compared"]()]
-    others = [(ours, theirs) for _, ours, theirs in half["pairs"]() if (ours[0], theirs[0]) not in summary]
-    assert others
-    for ours, theirs in others:
-        low, high = SEEDS["difference_of_runs"](ours[1], theirs[1])["interval"]
-        assert f"(95 % interval: {percent(low)} to {percent(high)} %)" in PAGE, ours[0].shape
-
-
-def test_the_headline_is_that_of_the_summary(half: dict[str, Any]) -> None:
-    leads = {
-        (setting, part): -SEEDS["difference_of_runs"](ours[1], theirs[1])["difference"]
-        for setting, part, ours, theirs in half["compared"]()
-        if ours[0].optimizer == "adamw"
-    }
-    equal, free = (percent(leads[setting, "Llama"], sign=False) for setting in "ab")
-    assert f"a {equal} % lower perplexity than the explicit one of equal size, and a {free} % lower" in PAGE
-    assert max(leads.values()) == leads["a", "Llama"] < 0.05
-    assert all(lead < 0 for (_, part), lead in leads.items() if part != "Llama")
-
-
-def test_averages_make_the_lead_of_llama_smaller(half: dict[str, Any]) -> None:
-    small = [run for run in half["choosing"](half["read"]("Llama")) if run["parameters"] < 5.4e6]
-    pairs = []
-    for weights in ("last", "averaged"):
-        best_of = partial(min, key=lambda one: one["choice"])
-        found = {
-            side: best_of(run["weights"][weights] for run in small if run["side"] == side)["report"]
-            for side in ("implicit", "explicit")
-        }
-        pairs.append((found["implicit"], found["explicit"], 1 - found["implicit"] / found["explicit"]))
-    (ours, theirs, lead), (better, best, left) = pairs
-    assert f"perplexity of {ours:.2f} and the explicit one {theirs:.2f}" in PAGE
-    assert f"({percent(lead, sign=False)} % below), and {better:.2f} and {best:.2f} with averaged" in PAGE
-    assert f"ones ({percent(left, sign=False)} % below)" in PAGE
-
-
-def test_a_penalty_on_the_residual_lets_the_averaged_weights_converge(half: dict[str, Any]) -> None:
-    runs = half["read"]("Llama")
-    looped = [run for run in runs if run["recipe"]["end_loops"] and run["recipe"]["weight_decay"] == 1.5]
-    looped = [run for run in looped if run["shape"].startswith("1-2-1, 3 loops, 8 from 80%")]
-    (penalized,) = (run for run in looped if run["recipe"]["residual_weight"])
-    (plain,) = (
-        run
-        for run in half["choosing"](looped)
-        if (run["recipe"]["share"], run["recipe"]["learning_rate"], run["recipe"]["damping"]) == (1, 2e-3, 1)
-        and not run["recipe"]["residual_weight"]
-    )
-    shares = [percent(at_fixed_point(run)[1], sign=False) for run in (penalized, plain)]
-    assert f"lets {shares[0]} % of the tokens converge in 32 iterations, instead of {shares[1]} %" in PAGE
-    assert f"at the same perplexity ({penalized['report']:.2f} and {plain['report']:.2f})" in PAGE
-
-
-def test_the_explicit_mamba2_leads_with_averaged_weights(half: dict[str, Any]) -> None:
-    runs = half["reported"](half["read"]("Mamba2"))
-    sides = [[run for run in runs if run["side"] == side] for side in ("implicit", "explicit")]
-    found = SEEDS["difference_of_runs"](*sides)
-    assert f"Mamba2 has a {percent(found['difference'], sign=False)} % higher perplexity than" in PAGE
-    assert min(run["report"] for run in sides[0]) > max(run["report"] for run in sides[1])
-    mean = SEEDS["mean_perplexity"]
-    last = [mean([run["weights"]["last"] for run in side]) for side in sides]
-    assert f"they are level ({last[0]:.2f} and {last[1]:.2f})" in PAGE
-    ours, theirs = (1 - mean(side) / one for side, one in zip(sides, last, strict=True))
-    lower = f"explicit model by {percent(theirs, sign=False)} % and that of the implicit one by"
-    assert f"{lower} {percent(ours, sign=False)} %" in PAGE
-    once = [
-        one["token_converged"]
-        for run in sides[0]
-        for one in run["fixed_point"]
-        if (one["solver"], one["max_iterations"]) == ("picard 0.8", 32)
-    ]
-    text = f"0.8 alone {percent(min(once), sign=False)} to {percent(max(once), sign=False)} % of their tokens"
-    assert text in PAGE
-    best = {one["shape"]: one for one in half["best_of_each_model"](half["choosing"](half["read"]("Mamba2")))}
-    above = best["3-2-3, 3 loops, 8 from 80%"]["report"] / best["2-4-2, 2 loops"]["report"] - 1
-    assert f"at a perplexity {percent(above, sign=False)} % above that of 2-4-2 with 2 loops" in PAGE
-
-
-def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:
-    runs = half["read"]("mamba2")
-    ours, theirs = (half["last_weights"](runs, side) for side in ("implicit", "explicit"))
-    assert max(ours) < min(theirs)
-    left, right = (f"({min(side):.1f} to {max(side):.1f})" for side in (ours, theirs))
-    assert f"{left} than all explicit ones {right}" in PAGE
-    by_side = {run["side"]: [] for run in runs}
-    for run in half["reported"](runs):
-        by_side[run["side"]].append(run)
-    found = SEEDS["difference_of_runs"](by_side["implicit"], by_side["explicit"])
-    low, high = found["interval"]
-    assert low < 0 < high
-    above = f"by {percent(found['difference'], sign=False)} % on average (95 % interval: {percent(low)} to"
-    assert f"{above} {percent(high)} %), which is not significant" in PAGE
-    muon = {
-        (run["side"], run["recipe"]["optimizer"]): run["report"]
-        for run in half["choosing"](runs)
-    }  # fmt: skip
-    worse = muon["implicit", "muon"] / muon["implicit", "adamw"] - 1
-    assert f"is {percent(worse, 0, sign=False)} % worse for the implicit one" in PAGE
-
-
-def test_the_choices_with_muon_equal_the_results(half: dict[str, Any]) -> None:
-    found = {(run["side"], run["parameters"]): run["report"] for run in half["choosing"](half["read"]("5 M"))}
-    behind = [found["implicit", size] / found["explicit", size] - 1 for size in (5311232, 8525056)]
-    small, large = (percent(value, sign=False) for value in behind)
-    assert f"the implicit models are {small} % (5.3 M parameters) and {large} % (8.5 M) behind" in PAGE
-    (more,) = half["reported"](half["read"]("5 M"))
-    assert f"One more seed of the larger implicit model has {more['report']:.2f}" in PAGE
-    long = [run["lengths"] for run in [more, *half["reported"](half["read"]("once"))] if run["lengths"]]
-    ratios = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} times that at the training length" in PAGE
-
-
-def test_text_seen_once_with_late_loops(half: dict[str, Any]) -> None:
-    runs = half["read"]("once")
-    best: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for run in half["choosing"](runs):
-        key = (run["side"], run["recipe"]["loops"], run["recipe"]["optimizer"])
-        if key not in best or run["choice"] < best[key]["choice"]:
-            best[key] = run
-    four, two = best["explicit", 0, "adamw"], best["implicit", 2, "adamw"]
-    above = percent(two["report"] / four["report"] - 1, sign=False)
-    assert f"one seed of the implicit model is {above} % above the explicit one" in PAGE
-    assert f"FLOPs for {percent(two['tokens'] / four['tokens'], 0, sign=False)} % of the text" in PAGE
-    lower = percent(1 - best["explicit", 0, "muon"]["report"] / four["report"], 0, sign=False)
-    assert f"every perplexity is lower, by {lower} % for the explicit model" in PAGE
-    more = best["implicit", 4, "adamw"]
-    assert more["converged"] > 0.9995
-    above = percent(more["report"] / four["report"] - 1, sign=False)
-    assert f"at a perplexity {above} % above that of the explicit model" in PAGE
-
-
 def test_the_residual_shape_solves_s3_with_damping_in_training() -> None:
     path = ROOT / "benchmarks" / "results" / "demo_residual.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
@@ -421,6 +259,23 @@ def test_the_tables_of_inference_are_those_of_the_result_file(family: str, infer
             inference["model_of"](inference["Recipe"].of(row["recipe"])), row["loops"]
         )
         assert known.items() <= row.items()  # FLOPs and bytes, which need no measurement
+
+
+def test_generation_with_looped_models_takes_longer_than_their_flops_suggest() -> None:
+    path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
+    rows = {
+        (row["recipe"]["family"], sum(row["recipe"]["layers"]), row["loops"]): row
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+    }
+    llama, eight = rows["llama", 4, 3], rows["llama", 8, None]
+    assert llama["flops_per_token"] == eight["flops_per_token"]
+    slower = llama["generated"]["1"] / eight["generated"]["1"]
+    assert f"a token of the looped Llama takes {slower:.1f} times as long as one of 8 explicit layers" in PAGE
+    mamba2, explicit = rows["mamba2", 8, 3], rows["mamba2", 8, None]
+    slower = mamba2["generated"]["1"] / explicit["generated"]["1"]
+    dearer = mamba2["flops_per_token"] / explicit["flops_per_token"]
+    text = f"takes {slower:.1f} times as long as one of the explicit model of its size"
+    assert f"one of the looped Mamba2 {text}, for {dearer:.1f} times the FLOPs" in PAGE
 
 
 def test_a_pass_costs_what_the_layers_that_it_runs_cost(inference: dict[str, Any]) -> None:

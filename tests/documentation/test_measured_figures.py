@@ -294,11 +294,12 @@ def averaged_seeds(name):
 
     Of several looped recipes these are those of the one that is best on the text of the choice.
     """
-    found: dict[tuple[str, int, int], list[dict]] = {}
+    found: dict[tuple[str, int, str], list[dict]] = {}
     for run in sorted(results(f"equal_compute_{name}")["runs"], key=lambda run: run["recipe"]["seed"]):
         recipe = run["recipe"]
         if recipe["seed"]:
-            found.setdefault((run["side"], sum(recipe["layers"]), recipe["loops"]), []).append(run)
+            same = json.dumps({**recipe, "seed": 0})
+            found.setdefault((run["side"], sum(recipe["layers"]), same), []).append(run)
     best_last = sorted(found.items(), key=lambda one: -mean(run["choice"] for run in one[1]))
     return {(side, layers): [run["report"] for run in runs] for (side, layers, _), runs in best_last}
 

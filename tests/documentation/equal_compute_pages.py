@@ -1,0 +1,23 @@
+"""What tests of the pages on equal compute share: the pages, result files and numbers as text."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
+PAGE, LAST = (
+    " ".join((ROOT / "docs" / f"equal_compute{name}.md").read_text(encoding="utf-8").split())
+    for name in ("", "_last_weights")
+)
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    path = ROOT / "benchmarks" / "results" / f"equal_compute_{name}.json"
+    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    return found
+
+
+def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
+    return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
