@@ -32,9 +32,11 @@ FILES = {
     "Llama, 10 M": "equal_compute_averaged_10m",
     "Llama, twice the FLOPs": "equal_compute_averaged_longer",
     "Llama, Muon": "equal_compute_averaged_muon",
+    "Llama, weight norm": "equal_compute_averaged_weight_norm",
     "5 M": "equal_compute_half",
     "Mamba2": "equal_compute_averaged_mamba2",
     "Mamba2, twice the FLOPs": "equal_compute_averaged_mamba2_longer",
+    "Mamba2, 10 M": "equal_compute_averaged_mamba2_10m",
     "mamba2": "equal_compute_quarter_mamba2",
     "once": "equal_compute_once_late",
 }

@@ -45,11 +45,10 @@ TINY: dict[str, Any] = {
 def lists() -> dict[str, Runs]:
     """Return lists by name: runs of docs/equal_compute.md, and ``tiny``, for testing.
 
-    Those of one seed choose recipes, for `--chosen`. Their texts have half a token per parameter: 0.37 M
-    tokens for ``0.7m``, 0.95 M for ``2m``, 5.15 M for ``10m`` and 2.65 M for ``muon`` and ``longer``; that of
-    ``mamba2`` and ``mamba2_longer`` has a quarter, 1.48 M. FLOPs are in proportion to text and parameters,
-    but twice that in the lists ``longer``; of the small models the batches are smaller, so that they take as
-    many steps.
+    Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
+    tokens for ``0.7m``, 0.95 M for ``2m``, 5.15 M for ``10m`` and 2.65 M for the others; those of Mamba2 have
+    a quarter, 1.46 M, and 2.5 M for ``mamba2_10m``. FLOPs are in proportion to text and parameters, but twice
+    that in the lists ``longer``. Small models have smaller batches, so that they take as many steps.
     """
     pair = (FOUR, LOOPED)
     tiny: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
@@ -70,10 +69,16 @@ def lists() -> dict[str, Runs]:
             *grid(MAMBA2, (FEW,), (4e-3, 2.0)),
             *grid(MAMBA2, (EIGHT, LATE), (8e-3, 2.0)),
         ],
+        "mamba2_10m": grid(
+            {**MAMBA2, "petaflops": 2.4, "width": 352}, (EIGHT, LATE), (4e-3, 2.0), (2e-3, 2.0), (4e-3, 1.0)
+        ),
         "mamba2_longer": grid({**MAMBA2, "petaflops": 1.64}, (EIGHT, LATE), (4e-3, 2.0), (4e-3, 4.0)),
         "0.7m": grid(smaller, pair, (4e-3, 1.5), (2e-3, 1.5), (4e-3, 0.75), (8e-3, 0.75), (8e-3, 1.5)),
         "2m": grid(small, pair, (2e-3, 1.5), (4e-3, 1.5), (4e-3, 0.75), (2e-3, 0.75)),
-        "muon": grid({**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),
+        "muon": grid(
+            {**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0), (1e-3, 1.5)
+        ),
+        "weight_norm": grid({**LLAMA, "weight_norm": True}, pair, (2e-3, 1.5), (4e-3, 1.5), (2e-3, 0.1)),
         "longer": [{**longer, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "10m": [{**wide, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in tiny],
