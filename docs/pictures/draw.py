@@ -270,9 +270,11 @@ def draw_catbabi() -> None:
     from trainer.experiments.catbabi.plot import draw
     from trainer.reporting.pictures import write_picture
 
+    results = read_results("catbabi")
+    longer_rows = [row for row in results["longer_rows"]["test"] if "spec" in row]
     rows = [
-        {**row, "model": f"{row['model']}, {row['spec'].removeprefix('catbabi_')}"}
-        for row in read_results("catbabi")["test"]
+        {**row, "model": f"{row['model']}, {row['spec'].removeprefix('catbabi_').replace('_', ' ')}"}
+        for row in [*longer_rows, *results["test"]]
         if (row["scoring"], row["length"]) != ("all", 1600)
     ]
     written = {"split": "test", "published": PUBLISHED, "models": rows}

@@ -13,6 +13,12 @@ def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def catbabi_tests() -> list[dict[str, Any]]:
+    """Return the results of the zoo's recipes for CatbAbI on the test split, those with longer rows first."""
+    found = results("catbabi")
+    return [*(row for row in found["longer_rows"]["test"] if "spec" in row), *found["test"]]
+
+
 def table(page: str, beginning: str) -> list[list[str]]:
     """Return the cells of the table of a page whose header begins with this text, without emphasis."""
     lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines()
