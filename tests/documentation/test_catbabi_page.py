@@ -185,3 +185,30 @@ def test_the_validation_split_of_longer_rows() -> None:
         f"not better with these tasks: {now} (mean), compared with {earlier} with the earlier tasks at 2e-3 "
         f"and {groups} with `catbabi_groups`"
     ) in PAGE
+
+
+def test_the_runs_that_continue_with_induction() -> None:
+    found = results("catbabi")["induction_continued"]
+    runs = {run["d_model"]: run for run in found["runs"]}
+    at = [
+        next(row["accuracy"] for row in found["training_answers"][f"width {width}"] if row["step"] == 2280)
+        for width in (256, 384)
+    ]
+    tasks = {
+        task: " and ".join(f"{100 * runs[width]['by_task'][task]:.0f}" for width in (256, 384))
+        for task in ("16", "19")
+    }
+    everything = " and ".join(f"{100 * runs[width]['accuracy']:.1f}" for width in (256, 384))
+    learned = " and ".join(f"{100 * share:.0f}" for share in at)
+    assert (
+        f"At step 2,280 they answer {learned} % of the training questions of both tasks correctly, but at "
+        f"the end {tasks['16']} % of the validation questions of qa16, and {everything} % of all "
+        f"(qa19 {tasks['19']} %)"
+    ) in PAGE
+    losses = found["loss_of_task_16"]
+    narrow, wide = (losses[f"width {width}"] for width in (256, 384))
+    usual = losses["catbabi_longer_rows"]
+    assert (
+        f"{narrow:.1f} and {wide:.1f} nats per answer "
+        f"({min(usual):.1f} to {max(usual):.1f} for seeds 17 to 19 of `catbabi_longer_rows`)"
+    ) in PAGE
