@@ -203,3 +203,36 @@ def test_only_files_with_gpu_tests_are_collected(program):
     assert "tests/gpu/test_graphs.py" in found
     assert "tests/search/test_overflow.py" in found
     assert not [name for name in found if name.startswith("tests/specs")]
+
+
+def test_files_with_a_mark_from_elsewhere_are_collected(program, tmp_path, monkeypatch):
+    texts = {
+        "tests/gpu/test_imported.py": "from tests.gpu.interpreter import MARKS\npytestmark = MARKS\n",
+        "tests/gpu/test_without.py": "",
+        "tests/ops/test_imported.py": "from tests.gpu.interpreter import MARKS\npytestmark = MARKS\n",
+        "tests/ops/test_marked.py": "import pytest\npytestmark = pytest.mark.gpu\n",
+        "tests/ops/test_other.py": "from implicit_blocks import gpu_kernels\n",
+        "tests/gpu/interpreter.py": "import pytest\nMARKS = [pytest.mark.gpu]\n",
+        "plugins/one/tests/test_marked.py": "from pytest import mark\npytestmark = mark.gpu\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    assert program.files_with_the_mark() == sorted(
+        set(texts) - {"tests/ops/test_other.py", "tests/gpu/interpreter.py"}
+    )
+
+
+def test_all_other_files_have_no_gpu_tests(program):
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in ("tests", "plugins")
+        for path in (ROOT / folder).rglob("test_*.py")
+    }
+    others = sorted(found - set(program.files_with_the_mark()))
+    words = ["-m", "pytest", "--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *words, *others], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
