@@ -236,3 +236,28 @@ def test_all_other_files_have_no_gpu_tests(program):
         [sys.executable, *words, *others], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stdout + done.stderr
+
+
+def test_outcomes_of_the_gpu_tests():
+    found = json.loads((ROOT / "benchmarks" / "results" / "gpu_tests.json").read_text(encoding="utf-8"))
+    last = max(found["runs"])
+    counts = found["runs"][last]["in_all"]
+    ran, known = sum(counts.values()), len(found["tests"])
+    every = known + len(found["unseen"])
+    page, notes = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        for name in ("docs/backends.md", "benchmarks/NOTES.md")
+    )
+    assert f"{ran} of {every} GPU tests in one run" in page
+    assert f"{counts['passed']} passed, {counts['skipped']} were skipped with their reasons" in page
+    assert f"the other {every - ran}, of the kernels of decoding" in page
+    assert counts["failed"] == found["in_all"]["failed"] == 0
+    assert f"of {ran} tests **{counts['passed']} passed and none failed**" in notes
+    assert f"**{every - ran} tests of the kernels of decoding were left out**" in notes
+    assert f"an earlier run for {known - ran} of them, and {len(found['unseen'])} under `unseen`" in notes
+    of_last = {name.partition("::")[0] for name, test in found["tests"].items() if test["run"] == last}
+    left = {name.partition("::")[0] for name in [*found["tests"], *found["unseen"]]} - of_last
+    assert sorted(left) == [
+        f"tests/gpu/test_{name}.py"
+        for name in ("step_kernels", "window_kernels", "window_kernels_not_finite")
+    ]
