@@ -1,0 +1,86 @@
+"""The figures of decoding with tokens in flight and with 8-bit weights equal those of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {"llama_1.3b": "Llama", "mamba2_1.3b": "Mamba2", "books_5m": "Llama", "books_5m_mamba2": "Mamba2"}
+
+
+def words(path):
+    """Return a text in one line."""
+    return re.sub(r"\s+", " ", (ROOT / path).read_text(encoding="utf-8"))
+
+
+def results(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def times_of_calls():
+    """Return the milliseconds of a call with overlapping launches, by kind and model."""
+    found: dict[str, dict[str, float]] = {}
+    for row in results("decoding_profile_h200")["rows"]:
+        found.setdefault(row["call"], {})[NAMES[row["model"]]] = row["ms overlapping"]
+    return found
+
+
+def both(values, pattern="{} and {}", digits=2):
+    return pattern.format(*(f"{values[name]:.{digits}f}" for name in ("Llama", "Mamba2")))
+
+
+def test_times_of_calls():
+    page, notes, overview = words("docs/decoding.md"), words("benchmarks/NOTES.md"), words("docs/results.md")
+    times = times_of_calls()
+    one, four, eight, int8, fp8 = (times[kind] for kind in ("1", "4", "8", "int8", "fp8"))
+    assert both(one, "a call on one token takes {} ms (Llama) and {} ms (Mamba2), on 4 tokens") in page
+    assert (
+        both(four, "the choice of tokens, {} and {} ms,") + both(eight, " and on 8 tokens {} and {} ms")
+        in page
+    )
+    instead = [
+        f"{int8[name]:.2f} instead of {one[name]:.2f} ms ({name} 1.3B)" for name in ("Llama", "Mamba2")
+    ]
+    assert f"reads int8 weights takes {' and '.join(instead)}, with 8-bit floats {both(fp8)} ms" in page
+    assert both(one, "A single call takes {} and {} ms") in overview
+    assert both(int8, "with int8 weights {} and {} ms") in overview
+    ratios = [{name: call[name] / one[name] for name in one} for call in (four, eight)]
+    assert (
+        both(ratios[0], "takes {} (Llama) and {} times (Mamba2) as long as one with a single token") in notes
+    )
+    assert both(ratios[1], "with 8 in flight {} and {} times") in notes
+    assert {f"{ratio:.1f}" for of in ratios for ratio in of.values()} == {"1.3", "1.4"}
+    assert "1.3 to 1.4 times as long" in page
+    quick = both(int8, "int8 takes {} (Llama) and {} ms (Mamba2),") + both(fp8, " 8-bit floats {} and {},")
+    assert quick + both(one, " full precision {} and {} ") in notes
+    shares = [100 * call[name] / one[name] for call in (int8, fp8) for name in one]
+    assert f"takes {min(shares):.0f} to {max(shares):.0f} % of the time" in words("CHANGELOG.md")
+
+
+def test_tokens_per_second_with_tokens_in_flight():
+    page, notes = words("docs/decoding.md"), words("benchmarks/NOTES.md")
+    kernels = {
+        row["work"].removeprefix("call of ").removesuffix(", 8 in flight"): row["us"]["new"]
+        for row in results("decoding_tiles_h200")["kernels"]
+        if row["work"].endswith(", 8 in flight")
+    }
+    times, calls, own = {}, {}, {}
+    for row in results("decoding_calls_books_gpu")["rows"]:
+        cells = [row[mode] for mode in ("sequential", "wavefront 4", "wavefront 8")]
+        assert " | ".join(["calls per token", *(f"{cell['calls_per_token']:.2f}" for cell in cells)]) in page
+        speeds = [f"{cell['tokens_per_second']:,.0f}" for cell in cells]
+        assert " | ".join(["tokens per second", *speeds]) in page
+        assert f"{speeds[2]} instead of {speeds[0]}" in notes
+        name = NAMES[row["model"]]
+        times[name] = cells[2]["tokens_per_second"] / cells[0]["tokens_per_second"]
+        calls[name] = 1e6 / (cells[2]["tokens_per_second"] * cells[2]["calls_per_token"])
+        own[name] = kernels[row["model"]]
+    assert both(times, "That is {} and {} times the speed", digits=1) in page
+    assert both(times, "decode {} (Llama) and {} times (Mamba2) as many tokens per second") in notes
+    call = "takes {} μs (attention) and {} μs (Mamba2)"
+    assert both(calls, call, digits=0) + both(own, ", its kernels {} and {} μs", digits=0) in page
+    call = "takes {} (Llama) and {} μs (Mamba2), or 1,000,000 / (tokens/s × calls per token),"  # noqa: RUF001  # as the notes have it
+    assert both(calls, call, digits=0) + both(own, " and its kernels take {} and {} ", digits=0) in notes
+    assert {f"{calls[name] - own[name]:.0f}" for name in calls} == {"18"}
