@@ -194,7 +194,7 @@ def test_on_a_gpu_the_host_reads_a_call_while_the_next_one_runs(family, tiny_mod
     model = tiny_model(family, tolerance=1e-4)
     expected = decode(model, prompts, tokens=4, sampling=sampling)[1]
     decoder, found = decode(model, prompts, tokens=4, sampling=sampling, late=True)
-    check_equal(found, expected, atol=0.0)
+    check_equal(found, expected, atol=1e-5)  # other rows share a call: products round differently
     decoder.submit(Request(prompt=[1, 2, 3], max_new_tokens=COUNT, sampling=sampling))
     calls = decoder.calls
     while decoder.busy:
