@@ -106,16 +106,16 @@ class OutputMap:
 
     def __call__(self, z_BLC: Tensor) -> Tensor:
         """Return the head's input, (B, L, D)."""
-        h_BLD = self._before(z_BLC)
-        return self._after(h_BLD if self.coda is None else self.coda(h_BLD))
+        h_BLD = self.enter(z_BLC)
+        return self.leave(h_BLD if self.coda is None else self.coda(h_BLD))
 
     def commit(self, z_BLC: Tensor, prefix: Window | None = None) -> tuple[Tensor, tuple[State, ...]]:
         """Return the head's input, and the states of the coda's layers after the window or its prefix."""
-        h_BLD = self._before(z_BLC)
+        h_BLD = self.enter(z_BLC)
         if self.coda is None:
-            return self._after(h_BLD), ()
+            return self.leave(h_BLD), ()
         h_BLD, states = self.coda.commit(h_BLD, prefix)
-        return self._after(h_BLD), states
+        return self.leave(h_BLD), states
 
     def select_rows(self, rows: Tensor) -> OutputMap:
         """Return the map of these rows, (R,) int64 indices."""
@@ -133,13 +133,14 @@ class OutputMap:
         taken = z_BLC.shape[1]
         coda = self.coda
         if coda is not None:
-            coda = coda.after(self.first(taken)._before(z_BLC))
+            coda = coda.after(self.first(taken).enter(z_BLC))
         return self._part(coda, lambda of_all: of_all[:, taken:])
 
     def _part(self, coda: BoundMap | None, take: Callable[[Tensor], Tensor]) -> OutputMap:
         return replace(self, coda=coda, c_BLD=None if self.c_BLD is None else take(self.c_BLD))
 
-    def _before(self, z_BLC: Tensor) -> Tensor:
+    def enter(self, z_BLC: Tensor) -> Tensor:
+        """Return the coda's input, (B, L, D)."""
         h: Tensor = z_BLC
         if self.projection is not None:
             h = self.projection(h).to(self.dtype)
@@ -147,7 +148,8 @@ class OutputMap:
             h = h + self.c_BLD
         return self.norm(h) if self.norm_before and self.norm is not None else h
 
-    def _after(self, h_BLD: Tensor) -> Tensor:
+    def leave(self, h_BLD: Tensor) -> Tensor:
+        """Return the head's input, given the coda's output."""
         normed: Tensor = h_BLD if self.norm is None else self.norm(h_BLD)
         return normed
 

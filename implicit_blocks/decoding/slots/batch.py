@@ -123,6 +123,7 @@ class SlotBatch:
         self.fused: FusedMap | None = None
         if graphs:
             self.fused = fused_map(model, self.states, self.weights, max_seq_len=max_seq_len)
+            self.ends.fuse()
 
     def every_states(self) -> tuple[SlotStates, ...]:
         """Return the states of all layers: prelude, core, coda."""

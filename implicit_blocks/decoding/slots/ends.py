@@ -8,15 +8,15 @@ projections, E width of what the injection reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from implicit_blocks.decoding.slots.fused_layers import FusedStep
+from implicit_blocks.decoding.slots.fused_map import FusedStack, fused_stack
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.parts import ModelWeights, OutputMap, scaled
-from implicit_blocks.models.stack import Block, BoundMap, Stack
+from implicit_blocks.models.stack import Block, Stack
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.windows import Window
 
@@ -50,6 +50,8 @@ class SlotEnds:
             ]
 
         self.prelude, self.coda = states(model.prelude), states(model.coda)
+        self.fused_prelude: FusedStack | None = None
+        self.fused_coda: FusedStack | None = None
         x_11D = model.embedding(torch.zeros(1, 1, dtype=torch.int64, device=device))
         u, e = model.inject(x_11D, weights)  # of the shapes and types that a token has
         self.u_SU = None if u is None else u.new_zeros(slots, u.shape[-1])
@@ -64,6 +66,12 @@ class SlotEnds:
         self.pending_S = torch.zeros(slots, dtype=torch.bool, device=device)
         """Whether the core's output at the last committed token has not passed the coda."""
 
+    def fuse(self) -> None:
+        """Run prelude and coda in fused kernels where these support them."""
+        model, weights, room = self.model, self.weights, self.max_seq_len
+        self.fused_prelude = fused_stack(model, "prelude", self.prelude, weights.prelude, max_seq_len=room)
+        self.fused_coda = fused_stack(model, "coda", self.coda, weights.coda, max_seq_len=room)
+
     def begin(self, tokens_R: Tensor, rows_R: Tensor, lengths_R: Tensor, on_R: Tensor) -> Tensor:
         """Run the prelude on the next token of each slot where ``on_R`` is True, and store what is injected.
 
@@ -73,13 +81,10 @@ class SlotEnds:
         x_R1D = scaled(model.embedding(tokens_R[:, None]), model.spec.embedding_scale)
         c_R1D = x_R1D
         if model.prelude is not None:
-            stream = x_R1D.to(model.stream_dtype)
-            f = self._bind(
-                model.prelude, self.prelude, rows_R, lengths_R, stream, tokens_R, self.weights.prelude
-            )
-            c_R1D, after = f.commit(stream)
-            for states, layer in zip(self.prelude, after, strict=True):
-                states.write(rows_R, layer, on_R)
+            stream, at_R = x_R1D.to(model.stream_dtype), lengths_R
+            if self.fused_prelude is not None:  # kernels write the keys of all slots: after their tokens
+                at_R = torch.where(on_R, lengths_R, (lengths_R + 1).clamp(max=self.max_seq_len - 1))
+            c_R1D = self._run("prelude", stream, rows_R, at_R, tokens_R, on_R)
         if model.prelude_norm is not None:
             c_R1D = model.prelude_norm(c_R1D)
         u, e = model.inject(c_R1D, self.weights)
@@ -97,39 +102,56 @@ class SlotEnds:
             return
         model, pending = self.model, self.pending_S[rows_R]
         at_R = (lengths_R - pending.long()).clamp(max=self.max_seq_len - 1)
-        z_R1C = self.core_SC[rows_R][:, None]
-        coda = None
+        output = OutputMap.of(model, None if self.c_SD is None else self.c_SD[rows_R][:, None])
+        h_R1D = output.enter(self.core_SC[rows_R][:, None])
         if model.coda is not None:
-            coda = self._bind(
-                model.coda,
-                self.coda,
-                rows_R,
-                at_R,
-                self.hidden_SD[rows_R][:, None],
-                tokens_R,
-                self.weights.coda,
-            )
-        c_R1D = None if self.c_SD is None else self.c_SD[rows_R][:, None]
-        hidden, after = OutputMap.of(model, c_R1D, coda).commit(z_R1C)
-        for states, layer in zip(self.coda, after, strict=True):
-            states.write(rows_R, layer, pending)
+            h_R1D = self._run("coda", h_R1D, rows_R, at_R, tokens_R, pending)
+        hidden = output.leave(h_R1D)
         self.hidden_SD[rows_R] = torch.where(pending[:, None], hidden[:, 0], self.hidden_SD[rows_R])
         self.pending_S.index_fill_(0, rows_R, False)  # an assigned scalar would be copied from the host
 
-    def _bind(
+    def _run(
+        self, name: str, h_R1D: Tensor, rows_R: Tensor, at_R: Tensor, tokens_R: Tensor, where_R: Tensor
+    ) -> Tensor:
+        """Return the output of prelude or coda, (R, 1, D); commits where ``where_R`` is True."""
+        fused: FusedStack | None = getattr(self, f"fused_{name}")
+        if fused is not None:
+            step = FusedStep(rows_R, None, at_R, where_R)
+            out_RD = fused.core(h_R1D[:, 0].contiguous(), step)
+            fused.move_on(step)
+            return out_RD[:, None]
+        window = window_of_slots(self.model, at_R, tokens_R)
+        return self.commit(name, h_R1D, rows_R, window, where_R)
+
+    def commit(
         self,
-        stack: Stack,
-        states: Sequence[SlotStates],
-        rows_R: Tensor,
-        lengths_R: Tensor,
-        start_R1D: Tensor,
-        tokens_R: Tensor,
-        weights: WeightCache | None,
-    ) -> BoundMap:
-        assert weights is not None
-        window = window_of_slots(self.model, lengths_R, tokens_R)
-        gathered = tuple(each.gather(rows_R, lengths_R) for each in states)
-        return stack.bind(window, states=gathered, start_BLD=start_R1D, weights=weights)
+        name: str,
+        h_RLD: Tensor,
+        rows_R: Tensor | None,
+        window: Window,
+        where_R: Tensor,
+        prefix: Window | None = None,
+    ) -> Tensor:
+        """Return the output of prelude or coda, layer by layer; commit where ``where_R`` (R,) bool is True.
+
+        Args:
+            name: ``prelude`` or ``coda``.
+            h_RLD: its input.
+            rows_R: the slot of each row; None: all slots.
+            window: of the tokens, each row after those that its slot has committed.
+            where_R: the rows that commit.
+            prefix: what they commit, as of ``BoundMap.commit``; None: the window.
+
+        """
+        stack: Stack = getattr(self.model, name)
+        weights: WeightCache = getattr(self.weights, name)
+        states: list[SlotStates] = getattr(self, name)
+        gathered = tuple(each.gather(rows_R, window.positions_BL[:, 0]) for each in states)
+        f = stack.bind(window, states=gathered, start_BLD=h_RLD, weights=weights)
+        out, after = f.commit(h_RLD, prefix)
+        for each, layer in zip(states, after, strict=True):
+            each.write(rows_R, layer, where_R)
+        return out
 
 
 def window_of_slots(model: LanguageModel, lengths_R: Tensor, tokens_R: Tensor | None) -> Window:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from implicit_blocks.decoding.slots.fused_layers import FusedAttention, FusedLayer, FusedMamba2, FusedStep
 from implicit_blocks.decoding.slots.search import SlotSearch
+from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
@@ -23,7 +24,7 @@ from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.mixers.mamba2.state import Mamba2Slots
 from implicit_blocks.models.language_model import LanguageModel
-from implicit_blocks.models.stack import Block
+from implicit_blocks.models.stack import Block, Stack
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
@@ -41,24 +42,44 @@ def fused_map(
     model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
 ) -> FusedMap | None:
     """Return the map of a model in fused kernels; None, and a line in the log, if it is not supported."""
-    why = _obstacle(model, states)
-    if why is not None:
-        _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
+    if not _supported(model, "core", model.backbone, states):
         return None
     note("steps of decoding", "our Triton kernels")
     return FusedMap(model, states, weights, max_seq_len=max_seq_len)
 
 
-def _obstacle(model: LanguageModel, states: Sequence[SlotStates]) -> str | None:
+def fused_stack(
+    model: LanguageModel,
+    name: str,
+    states: Sequence[SlotStates],
+    weights: WeightCache | None,
+    *,
+    max_seq_len: int,
+) -> FusedStack | None:
+    """Return the layers of the ``prelude`` or ``coda``; None if there is none, or it is not supported."""
+    stack = model.prelude if name == "prelude" else model.coda
+    if stack is None or weights is None or not _supported(model, name, stack, states):
+        return None
+    return FusedStack(stack, states, weights, max_seq_len=max_seq_len)
+
+
+def _supported(model: LanguageModel, name: str, stack: Stack, states: Sequence[SlotStates]) -> bool:
+    why = _obstacle(model, name, stack, states)
+    if why is not None:
+        _LOG.info("decoding computes the %s layer by layer, without fused kernels: %s", name, why)
+    return why is None
+
+
+def _obstacle(model: LanguageModel, name: str, stack: Stack, states: Sequence[SlotStates]) -> str | None:
     """Return the reason why fused kernels are not supported, or None."""
     if not available("triton"):
         return "Triton is not installed"
-    mixers = [layer.mixer for layer in model.spec.core.layers]
+    mixers = [layer.mixer for layer in model.spec.stacks[name].layers]
     if any(mixer != mixer.portable() for mixer in mixers):
         return "an explicitly named backend disables fusion"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
-    for block, state in zip(model.backbone.blocks(), states, strict=True):
+    for block, state in zip(stack.blocks(), states, strict=True):
         mlp_fits = block.mlp is None or (type(block.mlp) is SwiGLU and _plain_linears(block.mlp))
         if type(block) is not Block or not block.plain or not mlp_fits:
             return f"its layers are not plain: {type(block).__name__} with {type(block.mlp).__name__}"
@@ -83,28 +104,28 @@ def _plain_linears(part: nn.Module) -> bool:
     return all(isinstance(layer, Linear) for layer in projections)
 
 
-class FusedMap:
-    """``f(z)`` of one token in each slot; a committing call replaces the states in place.
+class FusedStack:
+    """The layers of a stack, on one token in each slot; a committing call replaces the states in place.
 
     With weights in ``quantized``, a type of 8 bits, it serves at most ``FEW`` rows, in calls that do not
     commit.
     """
 
+    injection: Injection | None = None
+
     def __init__(
         self,
-        model: LanguageModel,
+        stack: Stack,
         states: Sequence[SlotStates],
         weights: WeightCache,
         *,
         max_seq_len: int,
         quantized: torch.dtype | None = None,
     ) -> None:
-        self.norm, self.weights = model.backbone.norm, weights
-        injection = model.injection
-        self.injection = None if injection is None or injection.direct else injection
+        self.norm, self.weights = stack.norm, weights
         self.layers: list[FusedLayer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        mlps = [block.mlp for block in model.backbone.blocks()]
+        mlps = [block.mlp for block in stack.blocks()]
         both = [
             weights.fuse(mlp.gate_proj, mlp.up_proj)
             if isinstance(mlp, SwiGLU) and quantized is None
@@ -112,7 +133,7 @@ class FusedMap:
             for mlp in mlps
         ]
         with weights.activate():
-            for block, state, gate_up in zip(model.backbone.blocks(), states, both, strict=True):
+            for block, state, gate_up in zip(stack.blocks(), states, both, strict=True):
                 mixer: FusedMamba2 | FusedAttention
                 if isinstance(block.mixer, Mamba2):
                     assert isinstance(state, Mamba2Slots)
@@ -128,6 +149,40 @@ class FusedMap:
         )
         self.entries = _side_by_side(recurrent)
 
+    def core(self, z_RD: Tensor, step: FusedStep) -> Tensor:
+        """Return the output of the layers, after the stack's norm."""
+        from implicit_blocks.ops.kernels.decoding import add_norm
+
+        branch = None
+        for layer in self.layers:
+            z_RD, branch = layer(z_RD, branch, step)
+        if self.norm is None:
+            return add_norm(z_RD, branch, torch.ones_like(z_RD[0]), eps=1.0, dtype=z_RD.dtype)[0]
+        return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
+
+    def move_on(self, step: FusedStep) -> None:
+        """Advance the layers' next entries in slots whose token has been committed."""
+        if self.entries is not None:
+            entries, taps = self.entries
+            entries[:, step.rows_R] = (entries[:, step.rows_R] + step.committing_R) % taps
+
+
+class FusedMap(FusedStack):
+    """``f(z)`` of one token in each slot: the core and its injection."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        states: Sequence[SlotStates],
+        weights: WeightCache,
+        *,
+        max_seq_len: int,
+        quantized: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model.backbone, states, weights, max_seq_len=max_seq_len, quantized=quantized)
+        injection = model.injection
+        self.injection = None if injection is None or injection.direct else injection
+
     def bind(
         self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor
     ) -> Callable[[Tensor], Tensor]:
@@ -140,15 +195,10 @@ class FusedMap:
         def call(z_RD: Tensor) -> Tensor:
             step = next(steps)
             value = self(z_RD, step, ends)
-            self._move_on(step)
+            self.move_on(step)
             return value
 
         return call
-
-    def _move_on(self, step: FusedStep) -> None:
-        if self.entries is not None:
-            entries, taps = self.entries
-            entries[:, step.rows_R] = (entries[:, step.rows_R] + step.committing_R) % taps
 
     def step(self, batch: SlotBatch, rows_R: Tensor) -> None:
         """Take a whole step of slots whose search is a plain Picard iteration; see ``searches``."""
@@ -201,22 +251,11 @@ class FusedMap:
     def __call__(self, z_RD: Tensor, step: FusedStep, ends: SlotEnds) -> Tensor:
         """Return ``f(z)``."""
         if self.injection is None:
-            return self._core(z_RD, step)
+            return self.core(z_RD, step)
         e_RE = None if ends.e_SE is None else ends.e_SE[step.rows_R]
         with self.weights.activate():
             entered = self.injection.enter(z_RD, e_RE)
-            return self.injection.leave(self._core(entered, step), z_RD, entered, e_RE)
-
-    def _core(self, z_RD: Tensor, step: FusedStep) -> Tensor:
-        """Return the core's output."""
-        from implicit_blocks.ops.kernels.decoding import add_norm
-
-        branch = None
-        for layer in self.layers:
-            z_RD, branch = layer(z_RD, branch, step)
-        if self.norm is None:
-            return add_norm(z_RD, branch, torch.ones_like(z_RD[0]), eps=1.0, dtype=z_RD.dtype)[0]
-        return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
+            return self.injection.leave(self.core(entered, step), z_RD, entered, e_RE)
 
 
 def _side_by_side(states: Sequence[Mamba2Slots]) -> tuple[Tensor, int] | None:

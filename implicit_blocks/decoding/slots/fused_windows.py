@@ -20,7 +20,7 @@ from implicit_blocks.decoding.slots.fused_layers import (
     FusedSwiGLU,
     Matrix,
 )
-from implicit_blocks.decoding.slots.fused_map import FusedMap
+from implicit_blocks.decoding.slots.fused_map import FusedStack
 from implicit_blocks.layers import RMSNorm
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class WindowStep:
     u_TU: Tensor | None
 
 
-def fused_windows(fused: FusedMap | None, *, tokens: int) -> FusedWindows | None:
-    """Return the map of windows of ``tokens`` tokens; None, and a line in the log, if it is not supported.
+def fused_windows(fused: FusedStack | None, *, tokens: int) -> FusedWindows | None:
+    """Return the layers of windows of ``tokens`` tokens; None, and a line in the log, if it is not supported.
 
     Without the kernels of single tokens their reason is already in the log.
     """
@@ -61,7 +61,7 @@ def fused_windows(fused: FusedMap | None, *, tokens: int) -> FusedWindows | None
     return FusedWindows(fused, dtype)
 
 
-def windows_obstacle(fused: FusedMap, *, tokens: int, dtype: torch.dtype) -> str | None:
+def windows_obstacle(fused: FusedStack, *, tokens: int, dtype: torch.dtype) -> str | None:
     """Return the reason why fused kernels do not support windows, or None."""
     if tokens > LONGEST:
         return f"windows have {tokens} tokens, more than {LONGEST}"
@@ -88,7 +88,7 @@ class FusedWindows:
 
     """
 
-    def __init__(self, fused: FusedMap, dtype: torch.dtype) -> None:
+    def __init__(self, fused: FusedStack, dtype: torch.dtype) -> None:
         self.fused, self.dtype = fused, dtype
 
     def __call__(self, z_TD: Tensor, step: WindowStep, e_TE: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
 from implicit_blocks.decoding.slots.fused_flight import fused_flight
-from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
+from implicit_blocks.decoding.slots.fused_windows import MANY, FusedWindows, WindowStep, fused_windows
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
@@ -101,6 +101,8 @@ class Wavefront:
         """Tokens in flight and windows, summed over all calls, and tokens that began anew."""
         self.fused = fused_windows(batch.fused, tokens=tokens)
         """The map in fused kernels; None: the layers' own operators."""
+        self.fused_prelude = fused_windows(batch.ends.fused_prelude, tokens=tokens)
+        self.fused_coda = fused_windows(batch.ends.fused_coda, tokens=tokens)
         self.whole = fused_flight(self, self.fused)
         """Whole calls in kernels, for some searches; None: plain operators surround the map."""
         self._results: dict[int, Results] = {}
@@ -202,7 +204,7 @@ class Wavefront:
         window = _window(batch, lengths, flight.tokens)
         known = torch.ones_like(lengths, dtype=torch.bool)[:, None]
         prefix = replace(window, valid_BT=torch.cat((known, flight.done), 1), gaps=False, shared={})
-        inputs = self._read(rows_R, window, prefix, flight)
+        inputs = self._read(rows_R, window, prefix, flight, commits)
         begun = _begun(self, flight, inputs, window, order == commits[:, None])
         z_RLC = begun.z
         fz_RLC = self._mapped(z_RLC, rows_R, window, prefix, inputs, commits)
@@ -224,7 +226,7 @@ class Wavefront:
                 solver=state,
             ),
         )
-        hidden = _finish(batch, value_RLC, window, prefix, inputs, index, commits)
+        hidden = _finish(self, value_RLC, rows_R, window, prefix, inputs, commits)
         results.value[:, :length] = value_RLC
         results.following[:, :length] = further
         logits = linear(hidden.to(batch.head.dtype), batch.head)[..., : results.logits.shape[-1]]
@@ -242,25 +244,22 @@ class Wavefront:
     ) -> Tensor:
         """Return the map's values, and commit the first tokens of each row to the core's states."""
         batch, index = self.batch, self._index(rows_R)
-        if self.fused is not None and batch.fused is not None and len(z_RLC.flatten(0, 1)) <= MANY:
-            u_TU, e_TE = (
-                None if given is None else given.flatten(0, 1).contiguous()
-                for given in (inputs.u_RLU, inputs.e_RLE)
-            )
-            lengths_R = window.positions_BL[:, 0].contiguous()
-            step = WindowStep(window.length, rows_R, lengths_R, commits_R, u_TU)
-            return self.fused(z_RLC.flatten(0, 1), step, e_TE).view_as(z_RLC)
+        fz = _in_kernels(self, self.fused, z_RLC, rows_R, window, commits_R, inputs.u_RLU, inputs.e_RLE)
+        if fz is not None:
+            return fz
         fz_RLC, after = _core(batch, window, inputs, z_RLC, index).commit(z_RLC, prefix)
         for states, layer in zip(batch.states, after, strict=True):
             states.write(index, layer, commits_R > 0)
         return fz_RLC
 
-    def _read(self, rows_R: Tensor, window: Window, prefix: Window, flight: Flight) -> Inputs:
+    def _read(
+        self, rows_R: Tensor, window: Window, prefix: Window, flight: Flight, commits_R: Tensor
+    ) -> Inputs:
         """Return the inputs of the core; run the prelude, and commit its first tokens.
 
         Where nothing is captured they are those of the last call, unless a token began or was committed.
         """
-        batch, ends = self.batch, self.batch.ends
+        batch = self.batch
         model, eager = batch.model, batch.captured is None
         changed = flight.fresh | flight.done
         if eager and self._inputs is not None and not bool(changed.any()):
@@ -270,23 +269,58 @@ class Wavefront:
         x_RLD = scaled(model.embedding(flight.tokens), model.spec.embedding_scale)
         c_RLD, index = x_RLD, self._index(rows_R)
         if model.prelude is not None:
-            assert batch.weights.prelude is not None
             stream = x_RLD.to(model.stream_dtype)
-            f = model.prelude.bind(
-                window,
-                states=tuple(each.gather(index, window.positions_BL[:, 0]) for each in ends.prelude),
-                start_BLD=stream,
-                weights=batch.weights.prelude,
-            )
-            c_RLD, after = f.commit(stream, prefix)
-            for states, layer in zip(ends.prelude, after, strict=True):
-                states.write(index, layer, flight.done.any(1))
+            out = _in_kernels(self, self.fused_prelude, stream, rows_R, window, commits_R)
+            if out is None:
+                out = batch.ends.commit("prelude", stream, index, window, commits_R > 0, prefix)
+            c_RLD = out
         if model.prelude_norm is not None:
             c_RLD = model.prelude_norm(c_RLD)
         inputs = Inputs(x_RLD, c_RLD, *model.inject(c_RLD, batch.weights))
         if eager:  # the windows move on after a commit
             self._inputs = None if bool(flight.done.any()) else (rows_R.tolist(), inputs)
         return inputs
+
+
+def _in_kernels(
+    wavefront: Wavefront,
+    fused: FusedWindows | None,
+    z_RLC: Tensor,
+    rows_R: Tensor,
+    window: Window,
+    commits_R: Tensor,
+    u_RLU: Tensor | None = None,
+    e_RLE: Tensor | None = None,
+) -> Tensor | None:
+    """Return what fused kernels compute, which commit the first tokens; None: they do not serve it."""
+    if fused is None or wavefront.batch.fused is None or len(z_RLC.flatten(0, 1)) > MANY:
+        return None
+    u_TU, e_TE = (None if given is None else given.flatten(0, 1).contiguous() for given in (u_RLU, e_RLE))
+    lengths_R = window.positions_BL[:, 0].contiguous()
+    step = WindowStep(window.length, rows_R, lengths_R, commits_R, u_TU)
+    return fused(z_RLC.flatten(0, 1), step, e_TE).view_as(z_RLC)
+
+
+def _finish(
+    wavefront: Wavefront,
+    value_RLC: Tensor,
+    rows_R: Tensor,
+    window: Window,
+    prefix: Window,
+    inputs: Inputs,
+    commits_R: Tensor,
+) -> Tensor:
+    """Return the head's input at the map's values; the coda commits the first tokens."""
+    model = wavefront.batch.model
+    output = OutputMap.of(model, inputs.c_RLD)
+    h_RLD = output.enter(value_RLC)
+    if model.coda is not None:
+        out = _in_kernels(wavefront, wavefront.fused_coda, h_RLD, rows_R, window, commits_R)
+        if out is None:
+            index = wavefront._index(rows_R)
+            out = wavefront.batch.ends.commit("coda", h_RLD, index, window, commits_R > 0, prefix)
+        h_RLD = out
+    return output.leave(h_RLD)
 
 
 def _begun(wavefront: Wavefront, flight: Flight, inputs: Inputs, window: Window, head_RL: Tensor) -> Flight:
@@ -313,40 +347,6 @@ def _begun(wavefront: Wavefront, flight: Flight, inputs: Inputs, window: Window,
         fresh=torch.zeros_like(fresh),
         solver=state,
     )
-
-
-def _finish(
-    batch: SlotBatch,
-    value_RLC: Tensor,
-    window: Window,
-    prefix: Window,
-    inputs: Inputs,
-    index: Tensor | None,
-    commits_R: Tensor,
-) -> Tensor:
-    """Return the head's input at the map's values; the coda commits the first tokens."""
-    model, states = batch.model, batch.ends.coda
-    coda = None
-    if model.coda is not None:
-        assert batch.weights.coda is not None
-        coda = model.coda.bind(
-            window,
-            states=tuple(each.gather(index, window.positions_BL[:, 0]) for each in states),
-            start_BLD=inputs.c_RLD.to(model.stream_dtype),
-            weights=batch.weights.coda,
-        )
-    output = OutputMap(
-        model.core_projection,
-        inputs.c_RLD if model.spec.core_residual else None,
-        model.norm,
-        model.spec.norm_before_coda,
-        coda,
-        model.stream_dtype,
-    )
-    hidden, after = output.commit(value_RLC, prefix)
-    for each, layer in zip(states, after, strict=True):
-        each.write(index, layer, commits_R > 0)
-    return hidden
 
 
 def _like(mask_RL: Tensor, whole: Tensor) -> Tensor:
