@@ -5,10 +5,16 @@ With ``TRITON_INTERPRET=1`` they run in Triton's interpreter, without a GPU.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
+import implicit_blocks as ib
+from implicit_blocks.decoding.slots.fused_layers import FusedAttention, FusedStep
+from implicit_blocks.layers import RMSNorm
+from implicit_blocks.mixers.attention.mixer import AttentionContext
 from implicit_blocks.ops.quantization import LARGEST, EightBits, eight_bits
 from implicit_blocks.ops.rotary import rotation_tables
 from tests.gpu.interpreter import DEVICE, HALF, INTERPRETED, MARKS, random
@@ -27,10 +33,17 @@ def error(found, expected):
     return float((found - expected).norm() / expected.norm())
 
 
+def rotations(room, width):
+    positions = torch.arange(room, device=DEVICE)[None]
+    tables = rotation_tables(positions, head_dim=width, theta=1e4, dtype=torch.float32)
+    return [table[0, 0].contiguous() for table in tables]
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk-norm"])
 @pytest.mark.parametrize("span", [16, 1024], ids=["parts", "whole"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 @pytest.mark.parametrize(("heads", "kv", "width"), [(4, 2, 16), (2, 2, 32)], ids=["H4-K2-P16", "H2-K2-P32"])
-def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, span, monkeypatch):
+def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, span, normed, monkeypatch):
     """Repeatedly, because the counters of programs that have ended must be 0 again."""
     from implicit_blocks.ops.kernels import decoding_attention, decoding_window_attention
 
@@ -42,12 +55,8 @@ def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, spa
         patched = lambda *a, tiles=tiles, **o: tiles(*a, **o)._replace(span=span)  # noqa: E731  # short
         monkeypatch.setattr(kernels, name, patched)
     rows, room = torch.tensor([2, 0, 1], device=DEVICE), 70
-    cos, sin = (
-        table[0, 0].contiguous()
-        for table in rotation_tables(
-            torch.arange(room, device=DEVICE)[None], head_dim=width, theta=1e4, dtype=torch.float32
-        )
-    )
+    cos, sin = rotations(room, width)
+    norms = decoding_attention.HeadNorms(random(width), random(width), 1e-2) if normed else None
     counters = decoding_attention.arrivals(DEVICE)
     for before in ([60, 0, 17], [1, 33, 69]):
         lengths = torch.tensor(before, device=DEVICE)
@@ -65,6 +74,7 @@ def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, spa
                 sin,
                 n_heads=heads,
                 dtype=torch.float32,
+                norms=norms,
                 arrivals_X=counters,
                 **more,
             )
@@ -75,6 +85,46 @@ def test_attention_is_that_of_a_window_of_one_token(heads, kv, width, dtype, spa
         ]
         assert error(*found) < (1e-5 if dtype == torch.float32 else 1e-2)
         assert not counters.any()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8], ids=["wide", "8-bit"])
+@pytest.mark.parametrize("rows", [[2, 0], [1, 3, 0, 2]], ids=["R2", "R4"])
+@pytest.mark.parametrize(
+    ("qk_norm", "kv"),
+    [("none", 2), ("weighted", 1), ("weighted", 2), ("unweighted", 4)],
+    ids=["plain-K2", "weighted-K1", "weighted-K2", "unweighted-K4"],
+)
+@torch.no_grad()
+def test_a_token_of_attention_is_that_of_the_mixer(qk_norm, kv, rows, stored):
+    """Its value, and the key that it stores; with few rows and with many, whose injection a kernel adds."""
+    spec = ib.AttentionSpec(n_heads=4, n_kv_heads=kv, bias=True, qk_norm=qk_norm, qk_norm_eps=0.1)
+    with torch.device(DEVICE):
+        mixer, norm = ib.build(spec, d_model=64), RMSNorm(64)
+    for of_heads in (mixer.q_norm, mixer.k_norm) if qk_norm == "weighted" else ():
+        of_heads.weight.normal_()
+    states = mixer.slots(4, device=DEVICE, dtype=torch.float32, max_seq_len=40)
+    states.set_dtype(stored)
+    for kept in (states.keys, states.values):
+        kept.copy_(random(*kept.shape) * (1 if states.key_scales is None else 40))
+    if states.key_scales is not None:
+        states.key_scales.fill_(0.02)
+        states.value_scales.fill_(0.03)
+    own, tables, rows = copy.deepcopy(states), rotations(40, 16), torch.tensor(rows, device=DEVICE)
+    lengths, z = torch.tensor([33, 0, 7, 39], device=DEVICE)[: len(rows)], random(len(rows), 64)
+    u = random(4, mixer.injection_width)
+    context = AttentionContext(*(table[lengths][:, None, None] for table in tables), mask=None, causal=False)
+    expected = z + mixer(norm(z)[:, None], u[rows][:, None], states.gather(rows, lengths), context)[:, 0]
+    fused = FusedAttention(mixer, own, tables)
+    for _ in range(2):  # as the calls of a search
+        step = FusedStep(rows, u, lengths, torch.zeros_like(rows, dtype=torch.bool))
+        found, branch = fused(z, None, norm, step)
+    found = found if branch is None else found + branch.value_RD
+    assert error(found - z, expected - z) < 1e-5
+    if states.key_scales is None:
+        torch.testing.assert_close(own.keys, states.keys, rtol=1e-5, atol=1e-5)
+    else:
+        torch.testing.assert_close(own.key_scales, states.key_scales)
+        assert (own.keys.int() - states.keys.int()).abs().max() <= 1  # ties of the rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -214,6 +214,8 @@ MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
     "mamba2-groups": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, n_groups=2, bias=True)},
     "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=90)},
+    "qk-norm": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2, qk_norm="weighted")},
+    "qk-norm-unweighted": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=1, qk_norm="unweighted")},
 }
 SANDWICH = {"prelude": {"n_layers": 1}, "coda": {"n_layers": 1}}
 COMPOSED = {"injection": {"kind": "residual", "gate_init": 0.3}, "weight_norm": False, **SANDWICH}
@@ -229,6 +231,9 @@ def built(case, **changes):
         model = ib.build(ib.ImplicitLMSpec(**(fields | MIXERS[case] | changes))).eval()
     with torch.no_grad():
         model.embedding.weight.mul_(20)
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.copy_(1 + random(*weight.shape) / 2)
         for block in model.backbone.blocks() if model.spec.weight_norm else ():
             block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
             block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
@@ -329,6 +334,8 @@ def test_the_fused_map_of_windows_is_that_of_the_layers(case, length):
         ("mamba2-groups", 3, True),
         ("attention", 4, True),
         ("attention", 2, False),
+        ("qk-norm", 4, True),
+        ("qk-norm-unweighted", 2, True),
         ("composed", 4, False),
     ],
 )
@@ -408,7 +415,7 @@ def test_the_wavefront_kernels_decide_as_the_plain_operators_do(tokens, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("case", ["mamba2", "mamba2-groups", "attention"])
+@pytest.mark.parametrize("case", ["mamba2", "mamba2-groups", "attention", "qk-norm"])
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of the interpreter
 @torch.no_grad()
 def test_a_step_with_codes_is_that_of_the_rounded_weights(case, dtype):

@@ -19,17 +19,20 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk-norm"])
 @pytest.mark.parametrize("part", [slice(None), slice(64, 96), slice(100, 101)], ids=["all", "keys", "value"])
-def test_attention(part):
+def test_attention(part, normed):
+    from implicit_blocks.ops.kernels.decoding_attention import HeadNorms
     from implicit_blocks.ops.kernels.decoding_window_attention import attention_window
 
     rows, lengths = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([3], device=DEVICE)
     keys, values = random(2, 1, 2, 9, 16).unbind()
     tables = random(2, 9, 8).unbind()
     projected, found = random(3, 8 * 16), []
+    norms = HeadNorms(random(16), random(16), 1e-6) if normed else None
     for bad in (1.0, torch.nan, torch.inf):
         projected[2, part] = bad
-        options = {"length": 3, "n_heads": 4, "dtype": torch.float32}
+        options = {"length": 3, "n_heads": 4, "dtype": torch.float32, "norms": norms}
         found.append(
             attention_window(projected, rows, lengths, keys.clone(), values.clone(), *tables, **options)
         )

@@ -32,10 +32,11 @@ def as_if_triton_were_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_map, "available", lambda name: True)
 
 
+@pytest.mark.parametrize("qk_norm", ["none", "weighted", "unweighted"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mlp", [None, SWIGLU], ids=["no-mlp", "swiglu"])
-def test_plain_attention_is_fused(mlp, bias):
-    assert isinstance(fused(mlp, bias=bias), fused_map.FusedMap)
+def test_plain_attention_is_fused(mlp, bias, qk_norm):
+    assert isinstance(fused(mlp, bias=bias, qk_norm=qk_norm), fused_map.FusedMap)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,7 @@ def test_plain_attention_is_fused(mlp, bias):
     [
         {"bias": "qkv"},
         {"bias": "qk"},
-        {"qk_norm": "weighted"},
-        {"qk_norm": "unweighted"},
+        {"qk_norm": "weighted", "clip_qkv": 1.0},
         {"clip_qkv": 1.0},
         {"value_embeddings": 11},
     ],

@@ -22,6 +22,7 @@ from implicit_blocks.ops.quantization import eight_bits
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs
+    from implicit_blocks.ops.kernels.decoding_attention import HeadNorms
 
 FEW = 2  # up to this many rows a product row by row is faster than matrix units
 
@@ -160,7 +161,7 @@ class FusedAttention:
         *,
         quantized: torch.dtype | None = None,
     ) -> None:
-        self.heads, self.states, self.tables = mixer.n_heads, states, tables
+        self.module, self.heads, self.states, self.tables = mixer, mixer.n_heads, states, tables
         self.in_proj, self.out_proj = (_cached(part, quantized) for part in (mixer.in_proj, mixer.out_proj))
 
     @cached_property
@@ -169,6 +170,17 @@ class FusedAttention:
         from implicit_blocks.ops.kernels.decoding_attention import arrivals
 
         return arrivals(self.states.keys.device)
+
+    @cached_property
+    def norms(self) -> HeadNorms | None:
+        """The norms of queries and keys."""
+        from implicit_blocks.ops.kernels.decoding_attention import HeadNorms
+
+        mixer = self.module
+        if mixer.qk_norm == "none":
+            return None
+        q, k = (mixer.q_norm.weight, mixer.k_norm.weight) if mixer.qk_norm == "weighted" else (None, None)
+        return HeadNorms(q, k, mixer.qk_norm_eps)
 
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
@@ -209,6 +221,7 @@ class FusedAttention:
             dtype=torch.float32 if few else out.weight.dtype,
             key_scales_SKT=self.states.key_scales,
             value_scales_SKT=self.states.value_scales,
+            norms=self.norms,
             arrivals_X=self.arrivals_X,
         )
         if few:

@@ -88,7 +88,7 @@ def _obstacle(model: LanguageModel, name: str, stack: Stack, states: Sequence[Sl
             sizes = [mixer.spec.head_dim, mixer.spec.d_state]
         elif type(mixer) is Attention and type(state) is AttentionSlots:
             if not mixer.is_plain:
-                return "an option of attention (a bias, qk_norm, clip_qkv or value_embeddings) is not fused"
+                return "an option of attention (a bias, clip_qkv or value_embeddings) is not fused"
             sizes = [mixer.head_dim]
         else:
             return f"{type(mixer).__name__} has no fused kernels"

@@ -157,6 +157,7 @@ class FusedWindows:
             length=step.length,
             n_heads=mixer.heads,
             dtype=self.dtype,
+            norms=mixer.norms,
             arrivals_X=mixer.arrivals_X,
         )
         return Operand(y)

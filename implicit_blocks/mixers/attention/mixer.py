@@ -110,11 +110,11 @@ class Attention(Mixer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether attention is causal, and a token's heads are those of the projection, rotated.
+        """Whether attention is causal, and a token's heads are those of the projection, normed and rotated.
 
         Fused kernels support only this case.
         """
-        options = self.clip_qkv is not None or self.qk_norm != "none" or self.needs_token_ids
+        options = self.clip_qkv is not None or self.needs_token_ids
         return self.causal and not options and isinstance(self.bias, bool)
 
     @property

@@ -37,6 +37,14 @@ class AttentionTiles(NamedTuple):
     span: int
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of each head of queries and keys before the rotation: weights (P,), if any, and epsilon."""
+
+    queries_P: Tensor | None
+    keys_P: Tensor | None
+    eps: float
+
+
 def attention_tiles(rows: int) -> AttentionTiles:
     """Return the tiles of the attention of this many rows.
 
@@ -59,6 +67,7 @@ def attention_step(
     dtype: torch.dtype,
     key_scales_SKT: Tensor | None = None,
     value_scales_SKT: Tensor | None = None,
+    norms: HeadNorms | None = None,
     arrivals_X: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of one token in each row's slot to itself and earlier tokens, (R, H · P).
@@ -78,6 +87,7 @@ def attention_step(
         dtype: type of the result.
         key_scales_SKT: scales of 8-bit keys (`ops.quantization`).
         value_scales_SKT: scales of 8-bit values.
+        norms: of queries and keys; None: no norms.
         arrivals_X: as ``arrivals`` returns them; kernels that may run at the same time have their own. None:
             new ones.
 
@@ -113,6 +123,7 @@ def attention_step(
             projected_RU.shape[1],
             room,
             math.log2(math.e) * head_dim**-0.5,
+            *(norms or (None, None, None)),
             SPLITS=splits,
             BLOCK_S=triton.next_power_of_2(splits),
             H=n_heads,
@@ -167,6 +178,26 @@ def _load_sum(p_ptr, u_ptr, place, HAS_U: tl.constexpr):
 
 
 @triton.jit
+def weighted(cos, sin, norm_ptr, whole, partner):
+    """Return cosines and sines (…, P) times the weights of a norm before the rotation, if it has any."""
+    if norm_ptr is not None:
+        # Loaded in the shape of the tables: with another layout registers of the loop are spilled.
+        cos *= tl.load(norm_ptr + tl.broadcast_to(whole, cos.shape)).to(tl.float32)
+        sin *= tl.load(norm_ptr + tl.broadcast_to(partner, cos.shape)).to(tl.float32)
+    return cos, sin
+
+
+@triton.jit
+def _rotated(p_ptr, u_ptr, first, whole, partner, cos, sin, HAS_U: tl.constexpr, EPS: tl.constexpr):
+    value = _load_sum(p_ptr, u_ptr, first + whole, HAS_U)
+    rotated = value * cos
+    rotated += _load_sum(p_ptr, u_ptr, first + partner, HAS_U) * sin
+    if EPS is not None:
+        rotated *= tl.rsqrt(tl.sum(value * value) / whole.shape[0] + EPS)
+    return rotated
+
+
+@triton.jit
 def _scale(x):
     return tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30) / 127
 
@@ -189,10 +220,10 @@ def _attend(key, value, key_scale, value_scale, before, q, largest, weights, y, 
 @triton.jit
 def _attention_step(
     p_ptr, u_ptr, rows_ptr, lengths_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, cos_ptr,
-    sin_ptr, found_ptr, sums_ptr, out_ptr, arrivals_ptr, U, T, scale, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, HAS_U: tl.constexpr,
-    SCALED: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr,
-    PDL: tl.constexpr,
+    sin_ptr, found_ptr, sums_ptr, out_ptr, arrivals_ptr, U, T, scale, q_norm_ptr, k_norm_ptr,
+    EPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, H: tl.constexpr, KV: tl.constexpr,
+    P: tl.constexpr, HAS_U: tl.constexpr, SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     F: tl.constexpr = P // 2
@@ -213,6 +244,8 @@ def _attention_step(
     cos = tl.load(cos_ptr + length * F + whole % F).to(tl.float32)
     sin = tl.load(sin_ptr + length * F + whole % F).to(tl.float32)
     sin = tl.where(whole < F, -sin, sin)
+    k_cos, k_sin = weighted(cos, sin, k_norm_ptr, whole, partner)
+    cos, sin = weighted(cos, sin, q_norm_ptr, whole, partner)
     begin, end = length * 0, length
     if SPLITS > 1:
         span = tl.cdiv(length, SPLITS)
@@ -224,10 +257,8 @@ def _attention_step(
         first_values = tl.load(values_ptr + here, mask=before[:, None], other=0)
     wait_for_previous(PDL)
     first_q, first_k = head * P, (H + shared) * P
-    q = _load_sum(p_ptr, u_ptr, first_q + whole, HAS_U) * cos
-    q = (q + _load_sum(p_ptr, u_ptr, first_q + partner, HAS_U) * sin) * scale
-    k = _load_sum(p_ptr, u_ptr, first_k + whole, HAS_U) * cos
-    k += _load_sum(p_ptr, u_ptr, first_k + partner, HAS_U) * sin
+    q = _rotated(p_ptr, u_ptr, first_q, whole, partner, cos, sin, HAS_U, EPS) * scale
+    k = _rotated(p_ptr, u_ptr, first_k, whole, partner, k_cos, k_sin, HAS_U, EPS)
     v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U)
     writes = (head % (H // KV) == 0) & (split == 0)
     if SCALED:

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding_attention import PROGRAMS, AttentionTiles, arrivals, is_last
+from implicit_blocks.ops.kernels.decoding_attention import (
+    PROGRAMS,
+    AttentionTiles,
+    HeadNorms,
+    arrivals,
+    is_last,
+    weighted,
+)
 from implicit_blocks.ops.kernels.overlap import (
     on_device,
     overlapping,
@@ -48,6 +55,7 @@ def attention_window(
     length: int,
     n_heads: int,
     dtype: torch.dtype,
+    norms: HeadNorms | None = None,
     arrivals_X: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each token to its slot and to its window up to itself, (T, H · P).
@@ -65,6 +73,7 @@ def attention_window(
         length: L.
         n_heads: H.
         dtype: type of the result.
+        norms: of queries and keys; None: no norms.
         arrivals_X: as ``arrivals`` returns them; kernels that may run at the same time have their own. None:
             new ones.
 
@@ -100,6 +109,7 @@ def attention_window(
             projected_TU.shape[1],
             room,
             math.log2(math.e) * head_dim**-0.5,
+            *(norms or (None, None, None)),
             SPLITS=splits,
             H=n_heads,
             KV=kv_heads,
@@ -117,10 +127,13 @@ def attention_window(
 
 
 @triton.jit
-def _rotated(p_ptr, at, cos, sin, partner, mask, P: tl.constexpr):
+def _rotated(p_ptr, at, cos, sin, partner, mask, P: tl.constexpr, EPS: tl.constexpr):
     value = tl.load(p_ptr + at[:, None] + tl.arange(0, P)[None, :], mask=mask[:, None], other=0.0)
     other = tl.load(p_ptr + at[:, None] + partner[None, :], mask=mask[:, None], other=0.0)
-    return value * cos + other * sin
+    rotated = value * cos + other * sin
+    if EPS is not None:
+        rotated *= tl.rsqrt(tl.sum(value * value, axis=1) / P + EPS)[:, None]
+    return rotated
 
 
 @triton.jit
@@ -132,9 +145,9 @@ def _scores(q, key, seen, scale, PRECISION: tl.constexpr):
 @triton.jit
 def _attention_window(
     p_ptr, rows_ptr, lengths_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, found_ptr, sums_ptr, out_ptr,
-    arrivals_ptr, U, C, scale, SPLITS: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, P: tl.constexpr, L:
-    tl.constexpr, PRECISION: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T:
-    tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    arrivals_ptr, U, C, scale, q_norm_ptr, k_norm_ptr, EPS: tl.constexpr, SPLITS: tl.constexpr, H:
+    tl.constexpr, KV: tl.constexpr, P: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr, BLOCK_L:
+    tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     F: tl.constexpr = P // 2
@@ -158,6 +171,7 @@ def _attention_window(
     inside = (used & (length + number < C))[:, None]
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32) * sign[None, :]
+    cos, sin = weighted(cos, sin, q_norm_ptr, whole[None, :], partner[None, :])
     begin, end = length * 0, length
     if SPLITS > 1:
         span = tl.cdiv(length, SPLITS)
@@ -168,15 +182,16 @@ def _attention_window(
     first_keys = tl.load(keys_ptr + here, mask=before[:, None], other=0.0)
     first_values = tl.load(values_ptr + here, mask=before[:, None], other=0.0)
     wait_for_previous(PDL)
-    q = _rotated(p_ptr, number * U + head * P, cos, sin, partner, used, P)
+    q = _rotated(p_ptr, number * U + head * P, cos, sin, partner, used, P, EPS)
     # The window's own keys: loaded together, and written before any of them is used.
     token = tl.arange(0, BLOCK_L)
     fits = (token < L) & (length + token < C)
     angle = (length + token)[:, None] * F + (whole % F)[None, :]
     cos = tl.load(cos_ptr + angle, mask=fits[:, None], other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=fits[:, None], other=0.0).to(tl.float32) * sign[None, :]
+    cos, sin = weighted(cos, sin, k_norm_ptr, whole[None, :], partner[None, :])
     line = token * U + (H + shared) * P
-    keys = _rotated(p_ptr, line, cos, sin, partner, fits, P).to(kind)
+    keys = _rotated(p_ptr, line, cos, sin, partner, fits, P, EPS).to(kind)
     values = tl.load(p_ptr + line[:, None] + (KV * P + whole)[None, :], mask=fits[:, None], other=0.0).to(
         kind
     )
