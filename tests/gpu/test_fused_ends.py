@@ -20,7 +20,7 @@ pytestmark = MARKS
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
     "attention": {
-        "mixer": ib.AttentionSpec(n_heads=2, n_kv_heads=1),
+        "mixer": ib.AttentionSpec(n_heads=2, n_kv_heads=1, qk_norm="weighted"),
         "mlp": ib.SwiGLUSpec(d_ff=48),
     },
 }
