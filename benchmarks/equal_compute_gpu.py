@@ -79,6 +79,11 @@ def lists() -> dict[str, Runs]:
             {**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0), (1e-3, 1.5)
         ),
         "weight_norm": grid({**LLAMA, "weight_norm": True}, pair, (2e-3, 1.5), (4e-3, 1.5), (2e-3, 0.1)),
+        "penalty": [
+            {**LLAMA, **shape, "learning_rate": 2e-3, "weight_decay": 1.5, "seed": seed}
+            for seed in (1, 2, 3, 4, 5)
+            for shape in (FOUR, {**LOOPED, "residual_weight": 1.0})
+        ],
         "longer": [{**longer, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "10m": [{**wide, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in tiny],
