@@ -109,12 +109,12 @@ class OutputMap:
         h_BLD = self.enter(z_BLC)
         return self.leave(h_BLD if self.coda is None else self.coda(h_BLD))
 
-    def commit(self, z_BLC: Tensor, prefix: Window | None = None) -> tuple[Tensor, tuple[State, ...]]:
-        """Return the head's input, and the states of the coda's layers after the window or its prefix."""
+    def commit(self, z_BLC: Tensor) -> tuple[Tensor, tuple[State, ...]]:
+        """Return the head's input, and the states of the coda's layers after the window."""
         h_BLD = self.enter(z_BLC)
         if self.coda is None:
             return self.leave(h_BLD), ()
-        h_BLD, states = self.coda.commit(h_BLD, prefix)
+        h_BLD, states = self.coda.commit(h_BLD)
         return self.leave(h_BLD), states
 
     def select_rows(self, rows: Tensor) -> OutputMap:
