@@ -44,6 +44,7 @@ FILES = {
 EARLIER = ("mamba2", "adamw")
 """Part and optimizer that the summary leaves out: another part repeats the comparison with more seeds."""
 LONG = "twice the FLOPs"
+"""End of the names of parts whose runs have more FLOPs than their size and text would get."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M")
 """Parts with text and FLOPs in proportion to the size."""
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
@@ -232,7 +233,7 @@ def summary_table() -> str:
 def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, and that a part has twice the FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
-    longer = part.removeprefix(FAMILIES[sides[0][0].family]) if part.endswith(LONG) else ""
+    longer = f", {LONG}" if part.endswith(LONG) else ""
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{longer}"
 
 
