@@ -28,6 +28,7 @@ Runs = list[dict[str, Any]]
 END: dict[str, Any] = {"end_loops": 8, "end_from": 0.8}
 FOUR: dict[str, Any] = {"layers": [0, 4, 0]}
 LOOPED: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3, **END}
+PENALIZED: dict[str, Any] = {**LOOPED, "residual_weight": 1.0}
 EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
 TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
 FEW: dict[str, Any] = {"layers": [3, 2, 3], "loops": 3, **END}
@@ -36,6 +37,7 @@ LATER: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "
 LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995]}
 MAMBA2: dict[str, Any] = {"family": "mamba2", "petaflops": 0.82, "average": [0.98, 0.99, 0.995, 0.998]}
 SHORT: list[float] = [0.99, 0.995, 0.998, 0.999]
+LONG: list[float] = [0.998, 0.999, 0.9995]
 TINY: dict[str, Any] = {
     "petaflops": 2e-5, "learning_rate": 4e-3, "weight_decay": 1.5, "width": 64, "batch_size": 4, "length": 64,
     "precision": "float32",
@@ -48,18 +50,20 @@ def lists() -> dict[str, Runs]:
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.15 M for ``10m`` and 2.65 M for the others; those of Mamba2 have
     a quarter, 1.46 M, and 2.5 M for ``mamba2_10m``. FLOPs are in proportion to text and parameters, but twice
-    that in the lists ``longer``. Small models have smaller batches, so that they take as many steps.
+    that in the lists ``longer`` and four times in ``longest``. Small models have smaller batches, so that
+    they take as many steps.
     """
     pair = (FOUR, LOOPED)
     tiny: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
     small = {**LLAMA, "petaflops": 0.235, "width": 128, "batch_size": 8, "average": SHORT}
     smaller = {**small, "petaflops": 0.036, "width": 64, "batch_size": 4}
-    longer = {**LLAMA, "petaflops": 3.66, "learning_rate": 2e-3, "weight_decay": 1.5}
-    wide = {**longer, "petaflops": 6.5, "width": 384}
+    tuned = {"learning_rate": 2e-3, "weight_decay": 1.5}
+    wide = {**LLAMA, "petaflops": 6.5, "width": 384}
+    penalized = (FOUR, PENALIZED)
 
     def grid(common: dict[str, Any], shapes: Sequence[dict[str, Any]], *points: tuple[float, float]) -> Runs:
-        tuned = [{"learning_rate": rate, "weight_decay": decay} for rate, decay in points]
-        return [{**common, **shape, **point} for point in tuned for shape in shapes]
+        values = [{"learning_rate": rate, "weight_decay": decay} for rate, decay in points]
+        return [{**common, **shape, **point} for point in values for shape in shapes]
 
     return {
         "mamba2": [
@@ -73,6 +77,18 @@ def lists() -> dict[str, Runs]:
             {**MAMBA2, "petaflops": 2.4, "width": 352}, (EIGHT, LATE), (4e-3, 2.0), (2e-3, 2.0), (4e-3, 1.0)
         ),
         "mamba2_longer": grid({**MAMBA2, "petaflops": 1.64}, (EIGHT, LATE), (4e-3, 2.0), (4e-3, 4.0)),
+        "mamba2_longer_seeds": [
+            {**MAMBA2, "petaflops": 1.64, "average": SHORT, "learning_rate": 4e-3, "seed": seed, **shape}
+            for seed in (1, 2, 3)
+            for shape in ({**EIGHT, "weight_decay": 4.0}, {**LATE, "weight_decay": 2.0})
+        ],
+        "mamba2_averages": [
+            {**MAMBA2, **EIGHT, "average": LONG, "learning_rate": 4e-3, "weight_decay": 2.0, "seed": seed}
+            for seed in (1, 2, 3)
+        ],
+        "mamba2_longest": grid(
+            {**MAMBA2, "petaflops": 3.28, "average": SHORT}, (LATE, EIGHT), (4e-3, 4.0), (4e-3, 2.0)
+        ),
         "0.7m": grid(smaller, pair, (4e-3, 1.5), (2e-3, 1.5), (4e-3, 0.75), (8e-3, 0.75), (8e-3, 1.5)),
         "2m": grid(small, pair, (2e-3, 1.5), (4e-3, 1.5), (4e-3, 0.75), (2e-3, 0.75)),
         "muon": grid(
@@ -80,12 +96,12 @@ def lists() -> dict[str, Runs]:
         ),
         "weight_norm": grid({**LLAMA, "weight_norm": True}, pair, (2e-3, 1.5), (4e-3, 1.5), (2e-3, 0.1)),
         "penalty": [
-            {**LLAMA, **shape, "learning_rate": 2e-3, "weight_decay": 1.5, "seed": seed}
-            for seed in (1, 2, 3, 4, 5)
-            for shape in (FOUR, {**LOOPED, "residual_weight": 1.0})
+            {**LLAMA, **shape, **tuned, "seed": seed} for seed in (1, 2, 3, 4, 5) for shape in penalized
         ],
-        "longer": [{**longer, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
-        "10m": [{**wide, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
+        "longer": grid({**LLAMA, "petaflops": 3.66}, penalized, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),
+        "longest": grid({**LLAMA, "petaflops": 7.32}, penalized, (2e-3, 1.5), (2e-3, 3.0)),
+        "10m": [{**wide, **tuned, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
+        "10m_longer": grid({**wide, "petaflops": 13.0}, penalized, (2e-3, 1.5), (2e-3, 3.0)),
         "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in tiny],
     }
 
