@@ -114,3 +114,32 @@ def test_batches_generate_the_tokens_of_single_passes(case, layers):
     found = ib.generate(model, PROMPTS, max_new_tokens=5).tokens.tolist()
     assert {len(tokens) for tokens in found} == {5}
     assert found == [chosen(model, *each) for each in zip(PROMPTS, found, strict=True)]
+
+
+@pytest.mark.parametrize("layers", [ATTENTION, MAMBA2], ids=["attention", "mamba2"])
+@pytest.mark.parametrize("search", [{}, {"moving_average": 0.6}, {"warm_start": True}], ids=str)
+def test_a_step_makes_all_calls_of_a_fixed_number_of_loops(layers, search):
+    model = built("residual", layers)
+    options = {"max_new_tokens": 5, "loops": 4, **search}
+    expected = ib.generate(model, PROMPTS, return_logits=True, **options)
+    decoder = ContinuousDecoder(model, max_batch_size=len(PROMPTS), max_seq_len=10, loops=4, **search)
+    for prompt in PROMPTS:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=5))
+    steps = []
+    while decoder.busy:
+        steps.append(decoder.step())
+    assert [len(made) for made in steps] == [2 * len(PROMPTS), *[len(PROMPTS)] * 3]
+    assert decoder.statistics.calls == 4 * len(steps)
+    made = {n: [new for each in steps for new in each if new.request == n] for n in range(len(PROMPTS))}
+    assert expected.logits is not None
+    assert expected.residual is not None
+    for row, tokens in made.items():
+        assert [new.token for new in tokens] == expected.tokens[row].tolist()
+        assert [new.iterations for new in tokens[1:]] == [3] * 4
+        assert not any(new.converged for new in tokens[1:])
+        if "moving_average" in search:
+            continue  # here the last call commits its value at the average, in generate the average
+        logits = torch.stack([new.logits for new in tokens])
+        torch.testing.assert_close(logits, expected.logits[row], rtol=1e-4, atol=1e-4)
+        residuals = torch.tensor([new.residual for new in tokens[1:]], dtype=expected.residual.dtype)
+        torch.testing.assert_close(residuals, expected.residual[row, 1:], rtol=1e-3, atol=1e-6)

@@ -20,8 +20,7 @@ from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.procedures import CapturedGraphs, put_
 from implicit_blocks.decoding.slots.ends import SlotEnds, window_of_slots
 from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
-from implicit_blocks.decoding.slots.search import SlotSearch
-from implicit_blocks.exits.calls import FixedExit
+from implicit_blocks.decoding.slots.search import SlotSearch, finite_or
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import SlotStates, Solver
 from implicit_blocks.layers import at_least_float32
@@ -30,7 +29,6 @@ from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.solving import exit_of_points
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchOptions
-from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 from implicit_blocks.weights.cache import WeightCache
 
@@ -97,6 +95,8 @@ class SlotBatch:
             for block in model.backbone.blocks()
         ]
         solver, stopping, criterion = slot_search_config(model, options)
+        self.loops = 1 if solver is not None or stopping is None else stopping.max_iterations + 1
+        """The number of calls of the map per step: all those of a token if it is not searched."""
         self.search = SlotSearch(
             solver,
             stopping,
@@ -168,10 +168,11 @@ class SlotBatch:
             put_(places.on_R, on)
 
     def step(self, size: int, *, commit: bool = True) -> None:
-        """Call the map once on the slots set by ``point``, and update their searches.
+        """Call the map on the slots set by ``point``, and update their searches.
 
         Slots that search take a step; those whose search is ``done`` commit their token, which clears the
-        flag. ``commit=False`` asserts that no slot commits.
+        flag. ``commit=False`` asserts that no slot commits. With a fixed number of loops, every step is all
+        loops of a token and commits it.
         """
         places = self.places("step", size)
         name = "step" if commit else "search"
@@ -182,16 +183,18 @@ class SlotBatch:
         if commit and self.fused is not None and self.fused.searches(search):
             self.fused.step(self, rows_R)
             return
+        lengths = self.lengths_S[rows_R]
+        if self.loops > 1:
+            search.iterate(rows_R, slot_map(self, rows_R, lengths), self.loops - 1)
         busy, z_RD = self.busy_S[rows_R], search.z[rows_R]
         committing = busy & search.done[rows_R]
-        lengths = self.lengths_S[rows_R]
-        f = _slot_map(self, rows_R, lengths, committing, commit=commit)
+        f = slot_map(self, rows_R, lengths, committing if commit else None)
         fz_RD = f(z_RD)
         if search.solver is not None:
             search.take(rows_R, fz_RD, busy & ~committing, f)
         if commit:
-            if search.solver is not None:  # an overflow keeps the previous value
-                fz_RD = torch.where(fz_RD.sum(-1, keepdim=True).isfinite(), fz_RD, z_RD)
+            if search.rule is not None:
+                fz_RD = finite_or(fz_RD, z_RD)
             core = self.ends.core_SC
             core[rows_R] = torch.where(committing[:, None], fz_RD, core[rows_R])
             self.ends.pending_S[rows_R] |= committing
@@ -226,7 +229,7 @@ class SlotBatch:
         report_searches(self, len(rows))
         on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
         start = self.ends.begin(tokens, rows, self.lengths_S[rows], on)
-        warm = self.options.warm_start and search.solver is not None
+        warm = self.options.warm_start and search.rule is not None
         search.begin(rows, self.ends.core_SC[rows] if warm else start, on)
         self.busy_S[rows] &= ~ended
         self.lengths_S[rows] = self.lengths_S[rows].masked_fill(ended, 0)
@@ -242,38 +245,32 @@ class SlotBatch:
                 self.captured.do(name, size, procedure)
 
 
-def _slot_map(
-    batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
+def slot_map(
+    batch: SlotBatch,
+    rows_R: Tensor,
+    lengths_R: Tensor,
+    committing_R: Tensor | None = None,
+    weights: WeightCache | None = None,
 ) -> Callable[[Tensor], Tensor]:
-    """Return the map of the slots ``rows_R``, (R, D) → (R, D); its first call commits."""
-    if batch.fused is not None:
+    """Return the map of the slots ``rows_R``, (R, D) → (R, D), with the batch's weights or with others.
+
+    Its first call commits where ``committing_R`` is True; None: no call commits.
+    """
+    if batch.fused is not None and weights is None:
         return batch.fused.bind(rows_R, batch.ends, lengths_R, committing_R)
     index = None if len(rows_R) == batch.max_batch_size else rows_R
-    pending = commit
 
     def call(z_RD: Tensor) -> Tensor:
-        nonlocal pending
-        if not pending:  # a solver's own call may follow the call that commits, and must not undo it
-            f = _bound_map(batch, rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
+        nonlocal lengths_R, committing_R
+        f = _bound_map(batch, rows_R, index, z_RD, lengths_R, weights)
+        if committing_R is None:
             return f.compute(z_RD[:, None])[:, 0]
-        pending = False
-        mapped, after = _bound_map(batch, rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
+        mapped, after = f.commit(z_RD[:, None])
         for states, layer in zip(batch.states, after, strict=True):
             states.write(index, layer, committing_R)
+        # A solver's own call may follow the call that commits, and must not undo it.
+        lengths_R, committing_R = lengths_R + committing_R, None
         return mapped[:, 0]
-
-    return call
-
-
-def bound_map(
-    batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, weights: WeightCache | None
-) -> Callable[[Tensor], Tensor]:
-    """Return the map of the slots ``rows_R`` with other weights, (R, D) → (R, D); it does not commit."""
-    index = None if len(rows_R) == batch.max_batch_size else rows_R
-
-    def call(z_RD: Tensor) -> Tensor:
-        f = _bound_map(batch, rows_R, index, z_RD, lengths_R, weights)
-        return f.compute(z_RD[:, None])[:, 0]
 
     return call
 
@@ -284,7 +281,7 @@ def _bound_map(
     index_R: Tensor | None,
     z_RD: Tensor,
     lengths_R: Tensor,
-    weights: WeightCache | None = None,
+    weights: WeightCache | None,
 ) -> BoundMap:
     model, ends = batch.model, batch.ends
     return model.backbone.bind(
@@ -303,7 +300,7 @@ def slot_search_config(
 ) -> tuple[Solver | None, Stopping | None, Exit | None]:
     """Return solver, stopping rule and exit criterion of single tokens.
 
-    The last call of a fixed number of loops commits the token; with a single loop there is no search.
+    Without a solver there is no search; a stopping rule then has the number of calls before the last one.
 
     Raises:
         ValueError: the model keeps one state per loop, or the criterion reads predictions after a coda.
@@ -318,12 +315,10 @@ def slot_search_config(
             "state_policy: converged"
         )
     loops = loop_counts(model, 1, options)
-    if loops is not None:
-        if loops.maximum == 1:
-            return None, None, None
-        stopping = stopping.model_copy(update={"max_iterations": loops.maximum - 1, "tolerance": 0.0})
-        return Picard(), stopping, FixedExit(loops=loops.maximum - 1)
-    return solver, stopping, exit_of_points(model, options)
+    if loops is None:
+        return solver, stopping, exit_of_points(model, options)
+    before = {"max_iterations": loops.maximum - 1, "tolerance": 0.0}
+    return None, None if loops.maximum == 1 else stopping.model_copy(update=before), None
 
 
 def report_searches(batch: SlotBatch, size: int) -> None:

@@ -58,9 +58,9 @@ class ContinuousDecoder:
         print(made.request, made.token)
     ```
 
-    A step calls the map once, on all busy slots. States are preallocated: the keys of attention layers are
-    written in place, and slots are indexed, not copied. Each step is padded with idle slots to one of the
-    ``buckets`` sizes, so that few shapes occur.
+    A step calls the map once, on all busy slots; with a fixed number of loops it makes all calls of a token.
+    States are preallocated: the keys of attention layers are written in place, and slots are indexed, not
+    copied. Each step is padded with idle slots to one of the ``buckets`` sizes, so that few shapes occur.
 
     Use it where searches or texts differ in length; where every token takes the same number of iterations,
     ``generate`` gives the same result with less overhead.
@@ -279,8 +279,8 @@ class ContinuousDecoder:
             self.quantized.read(calls=self.calls, wait=not self.on_gpu)
         if self.on_gpu:
             committing = self._committing(before)
-        self.calls += 1
-        self.rows_called += size
+        self.calls += self.batch.loops
+        self.rows_called += size * self.batch.loops
         choose(self, committing)
         return self._collected(before=self.calls if self.on_gpu else None)
 
@@ -312,7 +312,7 @@ class ContinuousDecoder:
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
         """Return the tokens chosen before this call, or all; end texts at stop tokens."""
         made: list[NewToken] = []
-        searched = self.batch.search.solver is not None
+        searched = self.batch.search.rule is not None
         while self._chosen and (before is None or self._chosen[0].call < before):
             for slot, text, new in self._chosen.popleft().read(searched=searched):
                 made.append(new)

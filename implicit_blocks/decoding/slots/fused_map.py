@@ -8,7 +8,7 @@ Shape legend: S slots, R rows of a step, each in a slot, D model width, U inject
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,18 +184,22 @@ class FusedMap(FusedStack):
         self.injection = None if injection is None or injection.direct else injection
 
     def bind(
-        self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor
+        self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor | None
     ) -> Callable[[Tensor], Tensor]:
         """Return the map of these slots, (R, D) → (R, D); the first call commits where ``committing_R`` is.
 
         Further calls, as some solvers make, read the new states of committed rows, which no longer search.
         """
-        steps = self._steps(rows_R, ends.u_SU, lengths_R, committing_R)
+        nowhere_R = torch.zeros_like(rows_R, dtype=torch.bool)
 
         def call(z_RD: Tensor) -> Tensor:
-            step = next(steps)
+            nonlocal lengths_R, committing_R
+            if committing_R is None:
+                return self(z_RD, FusedStep(rows_R, ends.u_SU, lengths_R, nowhere_R), ends)
+            step = FusedStep(rows_R, ends.u_SU, lengths_R, committing_R)
             value = self(z_RD, step, ends)
             self.move_on(step)
+            lengths_R, committing_R = lengths_R + committing_R, None
             return value
 
         return call
@@ -241,12 +245,6 @@ class FusedMap(FusedStack):
         """Whether ``step`` supports this search."""
         plain = type(search.solver) is Picard and not search.solver.undamped_first
         return plain and search.averages is None and search.exit is None and search.limits is None
-
-    @staticmethod
-    def _steps(rows: Tensor, u: Tensor | None, lengths: Tensor, committing: Tensor) -> Iterator[FusedStep]:
-        yield FusedStep(rows, u, lengths, committing)
-        while True:
-            yield FusedStep(rows, u, lengths + committing, torch.zeros_like(committing))
 
     def __call__(self, z_RD: Tensor, step: FusedStep, ends: SlotEnds) -> Tensor:
         """Return ``f(z)``."""

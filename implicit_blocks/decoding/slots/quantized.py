@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
-from implicit_blocks.decoding.slots.batch import SlotBatch, bound_map
+from implicit_blocks.decoding.slots.batch import SlotBatch, slot_map
 from implicit_blocks.decoding.slots.fused_layers import FEW, FusedStep
 from implicit_blocks.decoding.slots.fused_map import FusedMap
 from implicit_blocks.decoding.slots.texts import Text
@@ -159,9 +159,9 @@ class QuantizedSearch:
         lengths_R, z_RD = batch.lengths_S[rows_R], search.z[rows_R]
         active_R = batch.busy_S[rows_R] & ~search.done[rows_R]
         if self.fused is not None:
-            f = self.fused.bind(rows_R, batch.ends, lengths_R, torch.zeros_like(active_R))
+            f = self.fused.bind(rows_R, batch.ends, lengths_R, None)
         else:
-            f = bound_map(batch, rows_R, lengths_R, self.weights)
+            f = slot_map(batch, rows_R, lengths_R, weights=self.weights)
         fz_RD = f(z_RD)
         assert search.rule is not None
         assert search.solver is not None

@@ -31,7 +31,8 @@ class SlotSearch:
     the solution. ``iterations`` int64, ``residual`` and ``converged``, (S,), report as a ``Solution`` does.
 
     Args:
-        solver: the update rule; None: there is no search, and every start is the solution.
+        solver: the update rule; None: there is no search, and the solution is every start, or what
+            ``iterate`` makes of it.
         stopping: tolerance, iterations, norm.
         slots: S.
         width: D.
@@ -73,7 +74,7 @@ class SlotSearch:
         self.iterations = torch.zeros(slots, device=device, dtype=torch.int64)
         self.limits: tuple[Tensor, Tensor] | None = None
         """Each slot's tolerance and maximum number of iterations, (S,); None: the stopping rule's in all."""
-        if limits_per_slot and stopping is not None and self.exit is None:
+        if limits_per_slot and solver is not None and stopping is not None and self.exit is None:
             tolerance_S = torch.full_like(self.residual, stopping.tolerance)
             self.limits = tolerance_S, torch.full_like(self.iterations, stopping.max_iterations)
         self.converged = torch.zeros(slots, device=device, dtype=torch.bool)
@@ -148,6 +149,22 @@ class SlotSearch:
         self.done[rows_R] |= ended.squeeze(1)
         self._put_state(self.state, rows_R, proposed, goes_on.squeeze(1))
 
+    def iterate(self, rows_R: Tensor, f: Map, calls: int) -> None:
+        """Take this number of undamped iterations from the start of each of these slots, and report them.
+
+        A value that is not finite is replaced by the point before it.
+        """
+        assert self.rule is not None
+        z_RD, pair = self.z[rows_R], None
+        for _ in range(calls):
+            fz_RD = finite_or(f(z_RD), z_RD)
+            pair = (z_RD, fz_RD) if self.averaging is None else self.averaging.update(pair, z_RD, fz_RD)
+            z_RD = fz_RD
+        assert pair is not None
+        residual, _ = self.rule.residuals(self._status(rows_R, self.done[rows_R, None]), *pair)
+        self.residual[rows_R], self.z[rows_R] = residual.squeeze(1), pair[1]
+        self.iterations.index_fill_(0, rows_R, calls)
+
     def _status(self, rows_R: Tensor, active: Tensor) -> Status:
         """Return the status of slots as a search's; an inactive slot keeps its lowest residual."""
         lowest, iterations = self.measure[rows_R, None], self.iterations[rows_R, None]
@@ -190,3 +207,8 @@ class SlotSearch:
     def _put_state(self, state: Any, rows_R: Tensor, values: Any, where_R: Tensor) -> None:
         for whole, part in zip(pytree.tree_leaves(state), pytree.tree_leaves(values), strict=True):
             self._put(whole, rows_R, part, where_R)
+
+
+def finite_or(value_RD: Tensor, before_RD: Tensor) -> Tensor:
+    """Return the value, or the point before it in rows with an element that is not finite."""
+    return torch.where(value_RD.sum(-1, keepdim=True).isfinite(), value_RD, before_RD)
