@@ -48,12 +48,13 @@ def lists() -> dict[str, Runs]:
     """Return lists by name: runs of docs/equal_compute.md, and ``tiny``, for testing.
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
-    tokens for ``0.7m``, 0.95 M for ``2m``, 5.15 M for ``10m`` and 2.65 M for the others; those of Mamba2 have
+    tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m`` and 2.6 M for the others; those of Mamba2 have
     a quarter, 1.46 M, and 2.5 M for ``mamba2_10m``. FLOPs are in proportion to text and parameters, but twice
     that in the lists ``longer`` and four times in ``longest``. Small models have smaller batches, so that
-    they take as many steps.
+    they take as many steps. ``mamba2_edges`` has four times the FLOPs, and longer averages.
     """
     pair = (FOUR, LOOPED)
+    muon = {**LLAMA, "optimizer": "muon"}
     tiny: Runs = [{"layers": [0, 2, 0]}, {"layers": [1, 1, 1], "loops": 3}]
     small = {**LLAMA, "petaflops": 0.235, "width": 128, "batch_size": 8, "average": SHORT}
     smaller = {**small, "petaflops": 0.036, "width": 64, "batch_size": 4}
@@ -82,17 +83,32 @@ def lists() -> dict[str, Runs]:
             for seed in (1, 2, 3)
             for shape in ({**EIGHT, "weight_decay": 4.0}, {**LATE, "weight_decay": 2.0})
         ],
-        "mamba2_averages": [
-            {**MAMBA2, **EIGHT, "average": LONG, "learning_rate": 4e-3, "weight_decay": 2.0, "seed": seed}
-            for seed in (1, 2, 3)
+        "mamba2_edges": [
+            *grid({**MAMBA2, "petaflops": 3.28, "average": SHORT}, (LATE, EIGHT), (4e-3, 4.0), (4e-3, 2.0)),
+            *(
+                {**MAMBA2, **EIGHT, "average": LONG, "learning_rate": 4e-3, "weight_decay": 2.0, "seed": seed}
+                for seed in (1, 2, 3)
+            ),
         ],
-        "mamba2_longest": grid(
-            {**MAMBA2, "petaflops": 3.28, "average": SHORT}, (LATE, EIGHT), (4e-3, 4.0), (4e-3, 2.0)
-        ),
         "0.7m": grid(smaller, pair, (4e-3, 1.5), (2e-3, 1.5), (4e-3, 0.75), (8e-3, 0.75), (8e-3, 1.5)),
         "2m": grid(small, pair, (2e-3, 1.5), (4e-3, 1.5), (4e-3, 0.75), (2e-3, 0.75)),
-        "muon": grid(
-            {**LLAMA, "optimizer": "muon"}, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0), (1e-3, 1.5)
+        "muon": [
+            *grid(muon, pair, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0), (1e-3, 1.5)),
+            *grid(muon, pair, (4e-3, 1.5), (4e-3, 3.0), (8e-3, 1.5)),
+            *grid(muon, (FOUR,), (2e-3, 0.75)),
+        ],
+        "muon_seeds": [
+            run for seed in (1, 2, 3) for run in grid({**muon, "seed": seed}, pair, (4e-3, 1.5), (2e-3, 1.5))
+        ],
+        "muon_longer": [
+            {**muon, **tuned, **shape, "petaflops": 3.66, "seed": seed}
+            for seed in (1, 2, 3)
+            for shape in pair
+        ],
+        "mamba2_muon": grid(
+            {**MAMBA2, "average": SHORT, "optimizer": "muon"},
+            (EIGHT, LATE),
+            *((rate, 2.0) for rate in (1e-3, 2e-3, 4e-3, 8e-3)),
         ),
         "weight_norm": grid({**LLAMA, "weight_norm": True}, pair, (2e-3, 1.5), (4e-3, 1.5), (2e-3, 0.1)),
         "penalty": [
@@ -101,7 +117,11 @@ def lists() -> dict[str, Runs]:
         "longer": grid({**LLAMA, "petaflops": 3.66}, penalized, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),
         "longest": grid({**LLAMA, "petaflops": 7.32}, penalized, (2e-3, 1.5), (2e-3, 3.0)),
         "10m": [{**wide, **tuned, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
-        "10m_longer": grid({**wide, "petaflops": 13.0}, penalized, (2e-3, 1.5), (2e-3, 3.0)),
+        "10m_longer": [
+            {**wide, **tuned, **shape, "petaflops": 13.0, "seed": seed}
+            for seed in (1, 2, 3)
+            for shape in penalized
+        ],
         "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in tiny],
     }
 
