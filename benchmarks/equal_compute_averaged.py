@@ -1,6 +1,6 @@
 """Tables of the comparison at equal compute, with averaged weights: docs/equal_compute.md.
 
-    python benchmarks/equal_compute_averaged.py
+    python benchmarks/equal_compute_averaged.py [--picture FILE]
 
 Runs with seed 0 chose the recipes; the others are reported. Of the last and the averaged weights each run has
 those that are best on the text of the choice.
@@ -8,16 +8,17 @@ those that are best on the text of the choice.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from equal_compute_scaling import sentences, series
-from equal_compute_scaling import table as sizes_table
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 from report import RESULTS
 
@@ -25,26 +26,50 @@ from trainer.experiments.equal_compute.compare import CONVERGED, MARGIN, recipe_
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
+LONG = "twice the FLOPs"
+"""End of the names of parts whose runs have more FLOPs than their size and text would get."""
 FILES = {
     "Llama, 0.7 M": "equal_compute_averaged_700k",
     "Llama, 2 M": "equal_compute_averaged_2m",
     "Llama": "equal_compute_averaged",
+    "Llama, penalty": "equal_compute_averaged_penalty",
+    f"Llama, {LONG}": "equal_compute_averaged_longer",
     "Llama, 10 M": "equal_compute_averaged_10m",
-    "Llama, twice the FLOPs": "equal_compute_averaged_longer",
+    f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
     "Llama, Muon": "equal_compute_averaged_muon",
+    f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
     "Llama, weight norm": "equal_compute_averaged_weight_norm",
-    "5 M": "equal_compute_half",
     "Mamba2": "equal_compute_averaged_mamba2",
-    "Mamba2, twice the FLOPs": "equal_compute_averaged_mamba2_longer",
+    f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
+    "Mamba2, four times the FLOPs": "equal_compute_averaged_mamba2_longest",
+    "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
+    "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
     "Mamba2, 10 M": "equal_compute_averaged_mamba2_10m",
-    "mamba2": "equal_compute_quarter_mamba2",
     "once": "equal_compute_once_late",
 }
 """Result files by part of the comparison."""
-EARLIER = ("mamba2", "adamw")
-"""Part and optimizer that the summary leaves out: another part repeats the comparison with more seeds."""
-LONG = "twice the FLOPs"
-"""End of the names of parts whose runs have more FLOPs than their size and text would get."""
+HALF = {
+    f"Llama, {LONG}": "Llama, penalty",
+    f"Llama, 10 M, {LONG}": "Llama, 10 M",
+    f"Llama, Muon, {LONG}": "Llama, Muon",
+    f"Mamba2, {LONG}": "Mamba2",
+}
+"""Parts with the same text and half of the FLOPs, whose explicit models are candidates, too."""
+EDGES = ("Mamba2, four times the FLOPs", "Mamba2, longer averages")
+"""Parts that the summary leaves out: they test the edges of others."""
+GROUPS = {
+    "Llama": ("Llama",),
+    "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
+    "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M"),
+    "Mamba2": ("Mamba2", f"Mamba2, {LONG}", "Mamba2, four times the FLOPs"),
+    "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
+    "weight norm": ("Llama, weight norm",),
+    "Mamba2, 10 M": ("Mamba2, 10 M",),
+    "once": ("once",),
+}
+"""Parts whose recipes share a table."""
+ONE_MODEL = ("more passes", "sizes", "Muon")
+"""Groups whose choice was between recipes of one model of each side, which the page has in words."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M")
 """Parts with text and FLOPs in proportion to the size."""
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
@@ -92,15 +117,18 @@ def model_of(recipe: Recipe) -> str:
     return f"{recipe.side}, {recipe.shape}{', weight norm' if recipe.weight_norm else ''}"
 
 
-def recipes_table(runs: Runs) -> str:
-    """Return recipes as a Markdown table, the lowest mean on the text of the choice first.
+def recipes_table(*parts: Runs) -> str:
+    """Return recipes part by part as a Markdown table, the lowest mean on the text of the choice first.
 
     Columns in which all rows are equal, or empty, are left out. ``fixed point`` is the change of the
     perplexity from the loops of training to a search in 32 iterations, ``converged`` the share of tokens
     within a tolerance of 1e-3 by then, both as ranges over the seeds.
     """
-    recipes = sorted(by_recipe(runs).items(), key=lambda one: mean_perplexity(one[1], "choice"))
-    rows = [_recipe(recipe, rows) for recipe, rows in recipes]
+    rows = [
+        _recipe(*one)
+        for runs in parts
+        for one in sorted(by_recipe(runs).items(), key=lambda one: mean_perplexity(one[1], "choice"))
+    ]
     columns = [
         n
         for n, name in enumerate(HEAD)
@@ -148,7 +176,7 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
         f"{runs[0]['flops'] / 1e15:.2f}",
         f"{mean_perplexity(runs, 'choice'):.2f}",
         " ".join(f"{run['report']:.2f}" for run in runs),
-        f"{mean_perplexity(runs):.2f}",
+        f"{mean_perplexity(runs):.2f}" if len(runs) > 1 else f"{runs[0]['report']:.2f}",
         _range([f"{change:+.1%}" for change in changes]),
         _range([f"{share:.1%}" for share in shares]),
         f"{statistics.fmean(ratio):.2f}" if ratio else "",
@@ -159,16 +187,23 @@ Rows = tuple[Recipe, list[Mapping[str, Any]]]
 """A recipe, and its runs with reported seeds."""
 
 
+def several_seeds(part: str) -> list[Rows]:
+    """Return the recipes of a part that have two reported seeds or more, with their runs."""
+    return [one for one in by_recipe(reported(read(part))).items() if len(one[1]) > 1]
+
+
 def pairs() -> Iterator[tuple[str, Rows, Rows]]:
     """Yield part, implicit and explicit recipe of what is compared over reported seeds.
 
     The explicit recipes are the one of equally many parameters and the one of any size that are best on the
-    text of the choice. Recipes with one seed are left out.
+    text of the choice, with all of the FLOPs or with half of them (`HALF`): a model that overfits needs
+    fewer passes. Recipes with one seed are left out.
     """
     for part in FILES:
-        known = [one for one in by_recipe(reported(read(part))).items() if len(one[1]) > 1]
+        known = several_seeds(part)
+        others = several_seeds(HALF[part]) if part in HALF else []
         explicit = sorted(
-            (one for one in known if one[0].side == "explicit"),
+            (one for one in (*known, *others) if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
         )
         for ours in (one for one in known if one[0].side == "implicit"):
@@ -208,7 +243,7 @@ def compared() -> Iterator[tuple[str, str, Rows, Rows]]:
     """
     found = list(pairs())
     for part, optimizer in product(FILES, OPTIMIZERS):
-        if (part, optimizer) == EARLIER:
+        if part in EDGES:
             continue
         own = [one[1:] for one in found if one[0] == part and one[1][0].optimizer == optimizer]
         if own:
@@ -231,14 +266,16 @@ def summary_table() -> str:
 
 
 def _name(part: str, *sides: Rows) -> str:
-    """Return family and sizes of recipes, and that a part has twice the FLOPs."""
+    """Return family and sizes of recipes, whether they have the penalty, and whether twice the FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
+    penalty = ", penalty" if sides[0][0].residual_weight else ""
     longer = f", {LONG}" if part.endswith(LONG) else ""
-    return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{longer}"
+    return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{longer}"
 
 
 def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
     result = difference_of_runs(ours[1], theirs[1])
+    half = " (half the FLOPs)" if theirs[1][0]["flops"] < 0.51 * ours[1][0]["flops"] else ""
     interval, target, one_seed = result["interval"], TARGETS[setting], result["seeds"] == [1, 1]
     reached = result["difference"] <= target and (setting != "a" or result["below_with_every_seed"])
     cells = (
@@ -246,7 +283,7 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
         f"({setting}) {SETTINGS[setting]}",
         OPTIMIZERS[ours[0].optimizer],
         f"{result['implicit']:.2f}",
-        f"{result['explicit']:.2f}",
+        f"{result['explicit']:.2f}{half}",
         f"{result['difference']:+.1%}",
         "" if interval is None else f"{100 * interval[0]:+.1f} to {interval[1]:+.1%}",
         ", ".join(map(str, dict.fromkeys(result["seeds"]))),
@@ -257,33 +294,30 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
 
 
 def convergence_table() -> str:
-    """Return convergence and longer text of the implicit recipes of the summary in setting (a), AdamW.
-
-    Recipes with one seed are left out.
-    """
-    lines: list[tuple[str, ...]] = [("model", "measurement", "result", "target", "reached")]
-    for setting, part, (recipe, runs), _ in compared():
-        if setting != "a" or recipe.optimizer != "adamw" or len(runs) == 1:
-            continue
+    """Return convergence and longer text of the implicit recipes of the summary in setting (a)."""
+    lines: list[tuple[str, ...]] = [
+        ("model", "optimizer", "tokens converged", "at the fixed point", "8 times the length", "missed")
+    ]
+    for _, part, (recipe, runs), _ in sorted(
+        (one for one in compared() if one[0] == "a"), key=lambda one: one[2][0].optimizer
+    ):
         found = [one for one in map(at_fixed_point, runs) if one is not None]
-        shares = sorted(share for _, share in found)
-        changes = sorted(change for change, _ in found)
+        shares, changes = sorted(share for _, share in found), sorted(change for change, _ in found)
         long = [run["lengths"] for run in runs if run["lengths"]]
         ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
-        most = LONGER[recipe.family]
-        model = _name(part, (recipe, runs))
-        rows = [
-            ("tokens converged", _range([f"{one:.1%}" for one in shares]), "99%", shares[0] >= CONVERGED),
-            ("at the fixed point", _range([f"{one:+.1%}" for one in changes]), "+0.5%", changes[-1] <= 0.005),
-        ]
-        if ratio:
-            rows.append(
-                ("8 times the length", f"{statistics.fmean(ratio):.2f}", f"{most:g}", max(ratio) <= most)
-            )
-        lines += [
-            (model, name, minus(result), minus(target), "yes" if reached else "no")
-            for name, result, target, reached in rows
-        ]
+        missed = {
+            "convergence": shares[0] < CONVERGED,
+            "fixed point": changes[-1] > 0.005,
+            "length": bool(ratio) and max(ratio) > LONGER[recipe.family],
+        }
+        cells = (
+            _range([f"{one:.1%}" for one in shares]),
+            _range([f"{one:+.1%}" for one in changes]),
+            f"{statistics.fmean(ratio):.2f}" if ratio else "",
+            ", ".join(name for name, is_missed in missed.items() if is_missed),
+        )
+        optimizer = OPTIMIZERS[recipe.optimizer]
+        lines.append((_name(part, (recipe, runs)), optimizer, *(minus(cell) for cell in cells)))
     return markdown(lines)
 
 
@@ -328,12 +362,12 @@ def averages_table(runs: Runs) -> str:
     return markdown(lines)
 
 
-def sizes() -> tuple[str, str]:
-    """Return the table of sizes and what the lines say; empty with fewer than two sizes."""
+def lines() -> str:
+    """Return what the lines through the sizes say; empty with fewer than two sizes."""
     runs = [run for part in SIZES for run in read(part)]
     runs = [run for run in runs if run["side"] == "explicit" or run["recipe"]["end_loops"]]
     found = series(runs, layers=[1, 2, 1], optimizer="adamw")
-    return (sizes_table(found), sentences(found)) if len(found) > 1 else ("", "")
+    return sentences(found) if len(found) > 1 else ""
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -353,27 +387,63 @@ def tables() -> Iterator[tuple[str, str]]:
 
     A table of reported seeds has two runs or more.
     """
-    for part in FILES:
-        runs = read(part)
-        if choosing(runs):
-            yield f"{part}: the choice", recipes_table(best_of_each_model(choosing(runs)))
-        if len(reported(runs)) > 1:
-            yield f"{part}: reported seeds", recipes_table(reported(runs))
+    for title, parts in GROUPS.items():
+        runs = [read(part) for part in parts]
+        chose = [best_of_each_model(choosing(own)) for own in runs]
+        if any(chose) and title not in ONE_MODEL:
+            yield f"{title}: the choice", recipes_table(*chose)
+        seeds = [reported(own) for own in runs]
+        if sum(map(len, seeds)) > 1:
+            yield f"{title}: reported seeds", recipes_table(*seeds)
     yield "summary", summary_table()
     yield "convergence", convergence_table()
     everything = [run for part in FILES for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)
-    table, lines = sizes()
-    if table:
-        yield "sizes", table
-        yield "lines", lines
+    if statements := lines():
+        yield "lines", statements
+
+
+def draw() -> Any:
+    """Return the picture: the differences of the summary in setting (a), with their 95 % intervals.
+
+    Small markers are seeds, each beside the mean of the explicit model. Recipes with one seed are left out.
+    """
+    from trainer.reporting.pictures import BLUE, GREY, ORANGE, finish, new_figure
+
+    found = [row for row in compared() if row[0] == "a" and len(row[2][1]) > 1]
+    found.sort(key=lambda row: row[2][0].optimizer)
+    title = "Perplexity of implicit models beside explicit ones of their size, at equal compute"
+    figure = new_figure(width=9, height=1.2 + 0.34 * len(found), title=title)
+    axes = figure.subplots()
+    labels = []
+    for place, (_, part, ours, theirs) in enumerate(found):
+        result = difference_of_runs(ours[1], theirs[1])
+        color = BLUE if ours[0].optimizer == "muon" else ORANGE
+        axes.plot([100 * end for end in result["interval"]], [place, place], color=color, linewidth=2)
+        axes.plot(100 * result["difference"], place, "o", color=color, markersize=8)
+        seeds = [100 * (run["report"] / result["explicit"] - 1) for run in ours[1]]
+        axes.plot(seeds, [place + 0.22] * len(seeds), "|", color=GREY, markersize=7)
+        labels.append(f"{_name(part, ours, theirs)}, {OPTIMIZERS[ours[0].optimizer]}")
+    axes.axvline(0, color=GREY, linewidth=1)
+    axes.axvline(100 * TARGETS["a"], color=GREY, linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    finish(axes, title="", x="difference (%)", y="")
+    return figure
 
 
 def main() -> None:
     """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the differences of the summary")
+    options = parser.parse_args()
     for title, text in tables():
         print(f"{title}\n\n{text}\n")
+    if options.picture is not None:
+        from trainer.reporting.pictures import write_picture
+
+        write_picture(draw(), options.picture)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.documentation.equal_compute_pages import PAGE, ROOT, SEEDS, percent
+from tests.documentation.equal_compute_pages import PAGE, ROOT, SEEDS, percent, read
+from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 
@@ -33,36 +34,143 @@ def test_the_differences_with_averaged_weights(half: dict[str, Any]) -> None:
         assert f"(95 % interval: {percent(low)} to {percent(high)} %)" in PAGE, ours[0].shape
 
 
-def test_the_headline_is_that_of_the_summary(half: dict[str, Any]) -> None:
-    leads = {
-        (setting, part): -SEEDS["difference_of_runs"](ours[1], theirs[1])["difference"]
+@pytest.fixture
+def leads(half: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Return the differences of the summary by setting, part and optimizer."""
+    return {
+        (setting, part, ours[0].optimizer): SEEDS["difference_of_runs"](ours[1], theirs[1])
         for setting, part, ours, theirs in half["compared"]()
-        if ours[0].optimizer == "adamw"
     }
-    sizes = {part: percent(leads["a", part], sign=False) for part in half["SIZES"]}
-    assert leads["a", "Llama, 0.7 M"] < 0
-    small, middle, large = (sizes[part] for part in half["SIZES"][1:])
-    assert f"none at 0.7 M parameters, {small} % at 1.9 M, {middle} % at 5.3 M, {large} % at 10.2 M" in PAGE
-    free = percent(leads["b", "Llama"], sign=False)
-    assert f"At 5.3 M it is {free} % below the best explicit model of any size" in PAGE
-    assert f"equals the explicit one ({percent(leads['a', 'Mamba2'], sign=False)} % below, not" in PAGE
-    assert max(leads.values()) == leads["a", "Llama"] < 0.05
-    assert leads["c", "once"] < 0
 
 
-def test_which_leads_every_seed_has(half: dict[str, Any]) -> None:
-    every = {
-        part
-        for setting, part, ours, theirs in half["compared"]()
-        if setting == "a" and SEEDS["difference_of_runs"](ours[1], theirs[1])["below_with_every_seed"]
-        and len(ours[1]) > 1
-    }  # fmt: skip
-    assert every == {"Llama", "Llama, 10 M"}
-    assert "below every explicit one, as it is for Llama of 5.3 and 10.2 M parameters" in PAGE
+def below(found: dict[str, Any]) -> str:
+    return percent(-found["difference"], sign=False)
+
+
+def test_the_headline_is_that_of_the_summary(leads: Any, half: dict[str, Any]) -> None:
+    small, wide = (leads["a", f"Llama, {size}twice the FLOPs", "adamw"] for size in ("", "10 M, "))
+    text = f"it is {below(small)} % below at 5.3 M parameters and {below(wide)} % at 10.2 M, every seed below"
+    assert f"{text} every explicit one, which reaches the target of 5 % at both sizes" in PAGE
+    assert max(small["difference"], wide["difference"]) <= -0.05
+    muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
+    assert f"Muon are {below(muon[0])} to {below(muon[1])} % below" in PAGE
+    mamba2 = leads["a", "Mamba2, twice the FLOPs", "adamw"]
+    assert f"Mamba2 is {below(mamba2)} % below (the 95 % interval includes 0)" in PAGE
+    assert mamba2["interval"][0] < 0 < mamba2["interval"][1]
+    none = [leads["a", "Llama, 0.7 M", "adamw"], leads["a", "Mamba2, Muon", "muon"]]
+    none += [found for (setting, *_), found in leads.items() if setting == "c"]
+    assert min(found["difference"] for found in none) > 0
+    reaching = {key for key, found in leads.items() if key[0] == "a" and found["difference"] <= -0.05}
+    assert reaching == {("a", f"Llama, {size}twice the FLOPs", "adamw") for size in ("", "10 M, ")}
+    converged = [
+        share
+        for setting, _, ours, _ in half["compared"]()
+        if setting == "a" and ours[0].family == "llama"
+        for share in [min(share for _, share in map(at_fixed_point, ours[1]))]
+    ]
+    assert max(converged) < 0.99
+    assert "No Llama reaches the target of convergence, 99 % of the tokens with every seed" in PAGE
+
+
+def test_which_leads_every_seed_has(leads: Any) -> None:
+    several = {key[1]: found for key, found in leads.items() if key[0] == "a" and min(found["seeds"]) > 1}
+    every = {part for part, found in several.items() if found["below_with_every_seed"]}
+    assert every == {part for part, found in several.items() if found["difference"] < -0.03} | {
+        "Mamba2, twice the FLOPs"
+    }
+    assert "rows with a lead of 3 % or more and in that of Mamba2 with twice the FLOPs" in PAGE
+
+
+def choice(runs: list[dict[str, Any]]) -> float:
+    mean: float = SEEDS["mean_perplexity"](runs, "choice")
+    return mean
+
+
+def test_both_sides_may_use_half_of_the_flops(half: dict[str, Any]) -> None:
+    preferred, gains = {}, {}
+    for part, less in half["HALF"].items():
+        for side in ("explicit", "implicit"):
+            found = [
+                min(map(choice, (rows for one, rows in half["several_seeds"](name) if one.side == side)))
+                for name in (part, less)
+            ]
+            preferred[part, side] = found[0] < found[1]
+            gains[part, side] = 1 - found[0] / found[1]
+    assert all(preferred[part, "implicit"] for part in half["HALF"])
+    lesser = {part for part in half["HALF"] if not preferred[part, "explicit"]}
+    assert lesser == {"Mamba2, twice the FLOPs", "Llama, Muon, twice the FLOPs"}
+    assert gains["Mamba2, twice the FLOPs", "implicit"] < 0.001
+    assert "that of [Mamba2](#mamba2) by less than 0.1 %" in PAGE
+
+
+def test_the_lead_grows_with_the_passes(leads: Any, half: dict[str, Any]) -> None:
+    parts = ("Llama, penalty", "Llama, twice the FLOPs", "Llama, 10 M", "Llama, 10 M, twice the FLOPs")
+    runs = {
+        (part, side): [run for run in half["reported"](half["read"](part)) if run["side"] == side]
+        for part in parts
+        for side in ("implicit", "explicit")
+    }
+    lead = [below(leads["a", part, "adamw"]) for part in parts]
+    seen = {key: f"{found[0]['epochs']:.0f}" for key, found in runs.items()}
+    mean = {key: f"{SEEDS['mean_perplexity'](found):.2f}" for key, found in runs.items()}
+    (once, twice, wide, wider) = parts
+    assert f"is {lead[0]} % below the explicit one when it sees the text {seen[once, 'implicit']} ti" in PAGE
+    text = f"{lead[1]} % below at {seen[twice, 'implicit']} times ({seen[twice, 'explicit']} times)"
+    assert f"(the explicit one {seen[once, 'explicit']} times), and {text}" in PAGE
+    text = f"that of the explicit model from {mean[once, 'explicit']} to {mean[twice, 'explicit']}"
+    assert f"from {mean[once, 'implicit']} to {mean[twice, 'implicit']}, {text}" in PAGE
+    text = f"from {seen[wide, 'implicit']} to {seen[wider, 'implicit']} passes"
+    assert f"the lead grows from {lead[2]} to {lead[3]} %, {text}" in PAGE
+    assert f"(explicit: from {seen[wide, 'explicit']} to {seen[wider, 'explicit']})" in PAGE
+    first, second = (
+        " instead of ".join(f"{choice(runs[part, 'explicit']):.2f}" for part in pair)
+        for pair in ((twice, once), (wider, wide))
+    )
+    assert f"better with twice the FLOPs, {first} and {second}" in PAGE
+    tokens = {part: runs[part, "explicit"][0] for part in (once, wide)}
+    small, large = (f"{run['tokens'] / run['epochs'] / 1e6:.2f} M" for run in tokens.values())
+    assert f"5.3 M parameters on {small} tokens of other books, 10.2 M on {large} tokens" in PAGE
+
+
+def test_the_recipes_with_twice_the_flops_are_at_edges(leads: Any, half: dict[str, Any]) -> None:
+    for run in half["best_of_each_model"](half["choosing"](half["read"]("Llama, twice the FLOPs"))):
+        assert (run["recipe"]["learning_rate"], run["recipe"]["weight_decay"]) == (2e-3, 1.5)
+    for size in ("", "10 M, "):
+        part = f"Llama, {size}twice the FLOPs"
+        explicit = [run for run in half["reported"](half["read"](part)) if run["side"] == "explicit"]
+        assert {half["average_of"](run) for run in explicit} == {"0.9995"}
+        assert leads["a", part, "adamw"]["interval"][1] > -0.05
+    assert "longest average, 0.9995, at both sizes" in PAGE
+    ours, theirs = (
+        next(run for run in half["read"]("Llama, twice the FLOPs") if run["side"] == side)
+        for side in ("implicit", "explicit")
+    )
+    tokens = f"`training.max_tokens={ours['tokens'] / 1e6:.1f}e6 training.ema.decay=0.999`"
+    assert f"{tokens}, those of the twin `{theirs['tokens'] / 1e6:.1f}e6` and `0.9995`" in PAGE
+    assert "the intervals include leads below 5 %" in PAGE
+
+
+def test_the_penalty_lets_one_seed_of_five_converge(half: dict[str, Any]) -> None:
+    shares = {
+        part: [
+            at_fixed_point(run)[1]
+            for run in half["reported"](half["read"](part))
+            if run["side"] == "implicit"
+        ]
+        for part in ("Llama, penalty", "Llama, Muon", "Llama, Muon, twice the FLOPs")
+    }
+    penalty, muon, longer = shares.values()
+    assert (len(penalty), sum(share >= 0.99 for share in penalty)) == (5, 1)
+    least, most = (percent(end(muon), sign=False) for end in (min, max))
+    assert f"Without it and with Muon {least} to {most} % converge" in PAGE
+    (single,) = half["single_seeds"]("Mamba2, Muon", "muon")[0][1]
+    text = f"with twice the FLOPs {percent(min(longer), sign=False)} to {percent(max(longer), sign=False)} %"
+    text = f"{text}, and {percent(at_fixed_point(single)[1], sign=False)} % of Mamba2"
+    assert f"{least} to {most} % of the tokens of Llama converge in 32 iterations, {text}" in PAGE
 
 
 def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
-    (slope,) = (line for line in half["sizes"]()[1].splitlines() if "per factor of 10" in line)
+    (slope,) = (line for line in half["lines"]().splitlines() if "per factor of 10" in line)
     low, high = slope.partition("(")[2].rstrip(")").split(" to ")
     assert (low[0], high[0]) == ("-", "-")
     assert "the interval of the slope excludes zero" in PAGE
@@ -76,14 +184,21 @@ def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
     assert (
         f"The explicit models see the text {seen['explicit']}, the implicit ones {seen['implicit']}" in PAGE
     )
+    runs = [
+        run
+        for part in half["FILES"]
+        if part.startswith("Llama")
+        for run in half["reported"](half["read"](part))
+    ]
     scaled = {
         side: [
             row["perplexity"] / run["lengths"][1]["perplexity"]
-            for run in found
+            for run in runs
+            if run["side"] == side
             for row in run["lengths_scaled"] or []
             if row["scaling"] == "llama3"
         ]
-        for side, found in sides.items()
+        for side in sides
     }
     ratios = {side: f"{min(found):.2f} to {max(found):.2f}" for side, found in scaled.items()}
     assert f"the ratio is {ratios['implicit']} (implicit) and {ratios['explicit']} (explicit)" in PAGE
@@ -153,24 +268,53 @@ def test_late_loops_make_mamba2_as_good_as_the_explicit_model(half: dict[str, An
     assert chosen == {(4e-3, 2.0)}
 
 
-def test_mamba2_with_twice_the_flops(half: dict[str, Any]) -> None:
-    once, twice = (
-        {
-            run["side"]: run
-            for run in sorted(half["choosing"](half["read"](part)), key=lambda run: -run["choice"])
-        }
-        for part in ("Mamba2", "Mamba2, twice the FLOPs")
-    )
-    pairs = ((twice[side]["report"], once[side]["report"]) for side in ("implicit", "explicit"))
-    assert ", and ".join(f"{more:.2f} instead of {less:.2f}" for more, less in pairs) in PAGE
-    below = 1 - twice["implicit"]["report"] / twice["explicit"]["report"]
-    assert f"It is {percent(below, sign=False)} % below, with one seed" in PAGE
-    epochs = [f"{twice[side]['epochs']:.0f} times" for side in ("explicit", "implicit")]
+def test_mamba2_with_more_flops(leads: Any, half: dict[str, Any]) -> None:
+    names = ("Mamba2", "Mamba2, twice the FLOPs")
+    best: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for part in names:
+        for recipe, rows in half["several_seeds"](part):
+            key = (part, recipe.side)
+            if key not in best or choice(rows) < choice(best[key]):
+                best[key] = rows
+    mean = {key: f"{SEEDS['mean_perplexity'](rows):.2f}" for key, rows in best.items()}
+    less, more = names
+    for side, text in (("implicit", "gains, "), ("explicit", "does not, ")):
+        assert f"{text}{mean[more, side]} instead of {mean[less, side]}" in PAGE
+    halves = [f"{choice(best[part, 'explicit']):.2f}" for part in names]
+    assert f"with half of the FLOPs ({halves[0]} instead of {halves[1]})" in PAGE
+    lead = leads["a", more, "adamw"]
+    assert f"the implicit one is {below(lead)} % below that, every seed below every explicit one" in PAGE
+    found = SEEDS["difference_of_runs"](best[more, "implicit"], best[more, "explicit"])
+    assert f"Beside the explicit model with as many FLOPs it is {below(found)} % below" in PAGE
+    level = " and ".join(f"{choice(best[part, 'implicit']):.2f}" for part in (more, less))
+    assert f"level with its own half ({level})" in PAGE
+    seed0 = {
+        part: {run["side"]: run for run in sorted(half["choosing"](half["read"](part)), key=minus_choice)}
+        for part in (*names, "Mamba2, four times the FLOPs")
+    }
+    level = " and ".join(f"{seed0[part]['implicit']['choice']:.2f}" for part in (more, less))
+    lead = leads["a", less, "adamw"]
+    assert f"seed 0 prefers the half ({level}), whose lead is {below(lead)} %" in PAGE
+    epochs = [f"{best[more, side][0]['epochs']:.0f} times" for side in ("explicit", "implicit")]
     assert f"sees the text {epochs[0]} and the implicit one {epochs[1]}" in PAGE
+    most = seed0["Mamba2, four times the FLOPs"]
+    assert all(most[side][text] > seed0[more][side][text] for side in most for text in ("choice", "report"))
+    lead = percent(1 - most["implicit"]["report"] / most["explicit"]["report"], sign=False)
+    assert f"the implicit model is {lead} % below: the lead does not grow further" in PAGE
+
+
+def minus_choice(run: dict[str, Any]) -> float:
+    return -float(run["choice"])
+
+
+def test_longer_averages_do_not_change_the_choice_of_the_explicit_mamba2(half: dict[str, Any]) -> None:
+    runs = half["reported"](half["read"]("Mamba2, longer averages"))
+    assert {half["average_of"](run) for run in runs} == {"0.998"}
+    assert f"it chooses 0.998 again ({' '.join(format(run['report'], '.2f') for run in runs)})" in PAGE
 
 
 def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:
-    runs = half["read"]("mamba2")
+    runs = read("quarter_mamba2")
     ours, theirs = (half["last_weights"](runs, side) for side in ("implicit", "explicit"))
     assert max(ours) < min(theirs)
     left, right = (f"({min(side):.1f} to {max(side):.1f})" for side in (ours, theirs))
@@ -183,24 +327,98 @@ def test_averaging_reverses_the_order_of_mamba2(half: dict[str, Any]) -> None:
     assert low < 0 < high
     above = f"by {percent(found['difference'], sign=False)} % on average (95 % interval: {percent(low)} to"
     assert f"{above} {percent(high)} %), which is not significant" in PAGE
-    muon = {
-        (run["side"], run["recipe"]["optimizer"]): run["report"]
-        for run in half["choosing"](runs)
-    }  # fmt: skip
-    worse = muon["implicit", "muon"] / muon["implicit", "adamw"] - 1
-    assert f"is {percent(worse, 0, sign=False)} % worse for the implicit one" in PAGE
 
 
-def test_the_choices_with_muon_equal_the_results(half: dict[str, Any]) -> None:
-    found = {(run["side"], run["parameters"]): run["report"] for run in half["choosing"](half["read"]("5 M"))}
-    behind = [found["implicit", size] / found["explicit", size] - 1 for size in (5311232, 8525056)]
-    small, large = (percent(value, sign=False) for value in behind)
-    assert f"the implicit models are {small} % (5.3 M parameters) and {large} % (8.5 M) behind" in PAGE
-    (more,) = half["reported"](half["read"]("5 M"))
-    assert f"One more seed of the larger implicit model has {more['report']:.2f}" in PAGE
-    long = [run["lengths"] for run in [more, *half["reported"](half["read"]("once"))] if run["lengths"]]
-    ratios = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
-    assert f"{min(ratios):.2f} to {max(ratios):.2f} times that at the training length" in PAGE
+def test_llama_with_muon(half: dict[str, Any]) -> None:
+    parts = ("Llama, Muon", "Llama, Muon, twice the FLOPs")
+    once, twice = (
+        {(one.side, one.learning_rate): rows for one, rows in half["several_seeds"](part)} for part in parts
+    )
+    assert f"({choice(once['explicit', 4e-3]):.2f} instead of {choice(twice['explicit', 2e-3]):.2f})" in PAGE
+    assert min(once, key=lambda key: choice(once[key])) == ("implicit", 4e-3)
+    found = SEEDS["difference_of_runs"](once["implicit", 2e-3], once["explicit", 4e-3])
+    low, high = map(percent, found["interval"])
+    assert (
+        f"With 2e-3 the implicit model is {below(found)} % below (95 % interval: {low} to {high} %)" in PAGE
+    )
+    penalty = {one.side: rows for one, rows in half["several_seeds"]("Llama, penalty")}
+    mean = SEEDS["mean_perplexity"]
+    text = f"Muon {mean(once['implicit', 4e-3]):.2f} and {mean(once['explicit', 4e-3]):.2f}"
+    assert f"{mean(penalty['explicit']):.2f} (explicit), {text}" in PAGE
+    assert f"reaches {mean(penalty['implicit']):.2f} (implicit, with the penalty)" in PAGE
+    seed0 = {
+        (run["recipe"]["learning_rate"], run["recipe"]["weight_decay"]): run["choice"]
+        for run in half["choosing"](half["read"]("Llama, Muon"))
+        if run["side"] == "explicit"
+    }
+    assert f"({seed0[2e-3, 1.5]:.2f} and {seed0[4e-3, 1.5]:.2f})" in PAGE
+    assert min(seed0, key=lambda key: seed0[key]) == (2e-3, 1.5)
+    assert {half["average_of"](run) for run in once["implicit", 4e-3]} == {"0.997"}
+
+
+def test_mamba2_with_muon(half: dict[str, Any]) -> None:
+    (ours, (run,)), (theirs, (other,)) = half["single_seeds"]("Mamba2, Muon", "muon")
+    assert (ours.learning_rate, theirs.learning_rate) == (8e-3, 4e-3)
+    above = percent(run["report"] / other["report"] - 1, sign=False)
+    text = f"chose 4e-3 ({other['report']:.2f}), the implicit one 8e-3, the highest rate"
+    assert f"{text} ({run['report']:.2f}, {above} % above)" in PAGE
+    (four,) = (
+        one
+        for one in half["read"]("Mamba2, Muon")
+        if one["side"] == "implicit" and one["recipe"]["learning_rate"] == 4e-3
+    )
+    less = percent(1 - four["report"] / other["report"], sign=False)
+    assert f"with 4e-3 it has {four['report']:.2f}, {less} % below" in PAGE
+
+
+def test_the_earlier_figures_with_muon() -> None:
+    llama, mamba2 = (
+        {
+            (run["side"], run["parameters"]): run
+            for run in read(name)
+            if run["recipe"]["optimizer"] == "muon" and not run["recipe"]["seed"]
+        }
+        for name in ("half", "quarter_mamba2")
+    )
+    implicit, explicit, deep = (
+        llama[key] for key in (("implicit", 5311232), ("explicit", 5311232), ("explicit", 8525056))
+    )
+    above = [percent(implicit["report"] / explicit["report"] - 1, sign=False)]
+    (size,) = {size for _, size in mamba2}
+    ours, theirs = (mamba2[side, size] for side in ("implicit", "explicit"))
+    above.append(percent(ours["report"] / theirs["report"] - 1, sign=False))
+    assert f"{above[0]} % above for Llama and {above[1]} % above for Mamba2" in PAGE
+    decays = [run["recipe"]["weight_decay"] for run in (implicit, explicit)]
+    assert f"implicit Llama had a weight decay of {decays[0]} and the explicit one of {decays[1]}" in PAGE
+    assert {run["recipe"]["learning_rate"] for run in (*llama.values(), *mamba2.values())} == {2e-3}
+    assert ours["recipe"]["layers"] == [2, 4, 2]
+    less = percent(1 - deep["report"] / explicit["report"], sign=False)
+    assert f"8 layers were {less} % below 4" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("part", "lists"),
+    [
+        ("penalty", ("penalty",)),
+        ("10m_longer", ("10m_longer",)),
+        ("mamba2_longer", ("mamba2_longer", "mamba2_longer_seeds")),
+        ("muon", ("muon", "muon_seeds")),
+        ("muon_longer", ("muon_longer",)),
+        ("mamba2_muon", ("mamba2_muon",)),
+    ],
+)
+def test_the_lists_are_what_was_run(part: str, lists: tuple[str, ...]) -> None:
+    known = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_gpu.py"))["lists"]()
+    listed = {Recipe.of(run).name for name in lists for run in known[name]}
+    assert {run["name"] for run in read(f"averaged_{part}")} == listed
+
+
+def test_the_picture_has_all_rows_of_setting_a_with_several_seeds(half: dict[str, Any]) -> None:
+    rows = [one for one in half["compared"]() if one[0] == "a" and len(one[2][1]) > 1]
+    (axes,) = half["draw"]().axes
+    means = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
+    found = [SEEDS["difference_of_runs"](ours[1], theirs[1])["difference"] for _, _, ours, theirs in rows]
+    assert sorted(means) == pytest.approx(sorted(100 * value for value in found))
 
 
 def test_text_seen_once_with_late_loops(half: dict[str, Any]) -> None:
