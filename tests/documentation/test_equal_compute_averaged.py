@@ -438,3 +438,41 @@ def test_text_seen_once_with_late_loops(half: dict[str, Any]) -> None:
     assert more["converged"] > 0.9995
     above = percent(more["report"] / four["report"] - 1, sign=False)
     assert f"at a perplexity {above} % above that of the explicit model" in PAGE
+
+
+def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None:
+    pages = ("README.md", "docs/language.md", "benchmarks/NOTES.md", "CHANGELOG.md")
+    readme, language, notes, changes = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in pages
+    )
+    penalty, small, wide, mamba2 = (
+        leads["a", part, "adamw"]
+        for part in ("Llama, penalty", *list(half["HALF"])[:2], "Mamba2, twice the FLOPs")
+    )
+    muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
+    once, free = leads["a", "Llama", "adamw"], leads["b", "Llama", "adamw"]
+    rounded = [f"{-100 * found['difference']:.0f}" for found in (once, wide, small, mamba2)]
+    low, high = map(percent, mamba2["interval"])
+    assert f"a lead of {rounded[0]} % on text that it sees about 12 times" in readme
+    assert (
+        f"and of {rounded[1]} to {rounded[2]} % with twice the passes, Mamba2 one of {rounded[3]} %" in readme
+    )
+    assert f"(95 % interval: {low} to {high} %)" in readme
+    text = f"leads by {below(once)} %, and with twice the passes by {below(small)} %"
+    assert text in language
+    assert f"With Muon the lead is {below(muon[0])} to {below(muon[1])} %" in language
+    assert f"With Mamba2 it is {below(mamba2)} % after twice the passes, which is not significant" in language
+    assert f"{below(small)} % at 5.3 M parameters and {below(wide)} % at 10.2 M (recipe of 5.3 M)" in notes
+    half_as_many = f"Llama has {below(once)} and {below(leads['a', 'Llama, 10 M', 'adamw'])} %"
+    assert f"{half_as_many}, and {below(free)} % over the best explicit model" in notes
+    assert f"With Muon Llama has {below(muon[0])} %, and {below(muon[1])} % with twice the FLOPs" in notes
+    less = below(leads["a", "Mamba2", "adamw"])
+    assert f"Mamba2 is {less} % below, and {below(mamba2)} % with twice the FLOPs (neither" in notes
+    text = f"{below(small)} % (5.3 M parameters) and {below(wide)} % (10.2 M) below the explicit one"
+    assert f"{text}, with Muon {below(muon[0])} to {below(muon[1])} %" in changes
+    spec = " ".join((ROOT / "zoo" / "books_5m_residual.yaml").read_text(encoding="utf-8").split())
+    assert f"perplexity is {below(penalty)} % below" in spec
+    assert f"and {below(small)} % with twice the FLOPs on the same text" in spec
+    found = [run for run in half["read"]("Llama, penalty") if run["side"] == "implicit"]
+    shares = [percent(end(at_fixed_point(run)[1] for run in found), sign=False) for end in (min, max)]
+    assert f"{shares[0]} to {shares[1]} % of the tokens of five seeds converge" in spec
