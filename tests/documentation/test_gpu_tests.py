@@ -240,24 +240,36 @@ def test_all_other_files_have_no_gpu_tests(program):
 
 def test_outcomes_of_the_gpu_tests():
     found = json.loads((ROOT / "benchmarks" / "results" / "gpu_tests.json").read_text(encoding="utf-8"))
-    last = max(found["runs"])
-    counts = found["runs"][last]["in_all"]
-    ran, known = sum(counts.values()), len(found["tests"])
-    every = known + len(found["unseen"])
+    ((last, run),) = found["runs"].items()
+    assert {test["run"] for test in found["tests"].values()} == {last}
+    counts = run["in_all"]
+    ran = sum(counts.values())
+    assert ran == len(found["tests"])
+    assert found["in_all"] == counts
+    assert found["unseen"] == []
+    assert found["failures"] == {}
+    assert counts["failed"] == 0
+    assert run["complete"]
+    assert run["machine"]["gpu"] == "NVIDIA H200"
     page, notes = (
         " ".join((ROOT / name).read_text(encoding="utf-8").split())
         for name in ("docs/backends.md", "benchmarks/NOTES.md")
     )
-    assert f"{ran} of {every} GPU tests in one run" in page
-    assert f"{counts['passed']} passed, {counts['skipped']} were skipped with their reasons" in page
-    assert f"the other {every - ran}, of the kernels of decoding" in page
-    assert counts["failed"] == found["in_all"]["failed"] == 0
-    assert f"of {ran} tests **{counts['passed']} passed and none failed**" in notes
-    assert f"**{every - ran} tests of the kernels of decoding were left out**" in notes
-    assert f"an earlier run for {known - ran} of them, and {len(found['unseen'])} under `unseen`" in notes
-    of_last = {name.partition("::")[0] for name, test in found["tests"].items() if test["run"] == last}
-    left = {name.partition("::")[0] for name in [*found["tests"], *found["unseen"]]} - of_last
-    assert sorted(left) == [
-        f"tests/gpu/test_{name}.py"
-        for name in ("step_kernels", "window_kernels", "window_kernels_not_finite")
-    ]
+    assert f"all {ran} GPU tests in one run" in page
+    text = f"{counts['passed']} passed, {counts['skipped']} were skipped with their reasons"
+    assert f"{text} (nine of `fla`, four of explicit models, which have no tokens in flight, one of" in page
+    skipped = {why.split()[0]: 0 for why in found["skipped"]}
+    for why, names in found["skipped"].items():
+        skipped[why.split()[0]] += len(names)
+    assert skipped == {"fla": 9, "an": 4, "rows": 1}
+    assert f"(2026-11-28, one H200, alone, 16 processes, {run['wall_seconds']:.0f} s)" in notes
+    assert last.startswith("2026-11-28")
+    assert run["command"].endswith("--processes 16")
+    assert f"of all {ran} tests **{counts['passed']} passed and none failed**" in notes
+    assert f"{counts['skipped']} were skipped: seven backward passes of fla" in notes
+    single, windows, others, ends = (
+        found["files"][f"tests/gpu/test_{name}.py"]["passed"]
+        for name in ("step_kernels", "window_kernels", "window_kernels_not_finite", "fused_ends")
+    )
+    assert f"{single} of single tokens (`test_step_kernels.py`), {windows + others} of windows" in notes
+    assert f"and {ends} of texts with prelude and coda" in notes
