@@ -12,6 +12,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.decoding.slots.fused_flight import fused_flight
 from implicit_blocks.decoding.slots.fused_map import fused_map
 from implicit_blocks.decoding.slots.fused_windows import fused_windows
 from tests.gpu.interpreter import DEVICE, INTERPRETED, MARKS
@@ -30,6 +31,14 @@ MODELS = {
     "attractor": {"injection": {"kind": "attractor"}, "prelude_norm": True, **ENDS},
     "prelude": {"injection": {"kind": "residual"}, "prelude": {"n_layers": 2}},
     "coda": {"injection": {"kind": "residual"}, "coda": {"n_layers": 2}},
+    "options": {
+        "injection": {"kind": "diagonal"},
+        "z_init": ib.NormalStartSpec(std=0.5),
+        "norm_before_coda": True,
+        "core_residual": True,
+        "logit_scale": 2.0,
+        **ENDS,
+    },
     "fixed loops": {
         "injection": {"kind": "residual"},
         "at_evaluation": ib.AtEvaluation(exit=ib.exits.FixedExitSpec(loops=3)),
@@ -77,13 +86,16 @@ def decode(model, *, tokens, fused, slots):
     batch, wavefront = decoder.batch, decoder.wavefront
     if not fused:
         batch.fused = batch.ends.fused_prelude = batch.ends.fused_coda = None
+        if wavefront is not None:
+            wavefront.whole = None
     elif INTERPRETED:  # as on a GPU, but eager
         batch.fused = fused_map(model, batch.states, batch.weights, max_seq_len=batch.ends.max_seq_len)
         batch.ends.fuse()
         if wavefront is not None:
             wavefront.fused = fused_windows(batch.fused, tokens=tokens)
-            wavefront.fused_prelude = fused_windows(batch.ends.fused_prelude, tokens=tokens)
-            wavefront.fused_coda = fused_windows(batch.ends.fused_coda, tokens=tokens)
+            wavefront.whole = fused_flight(wavefront, wavefront.fused)
+    if wavefront is not None:
+        assert (wavefront.whole is not None) == fused
     for prompt, count in zip(PROMPTS, COUNTS, strict=True):
         decoder.submit(Request(prompt=prompt, max_new_tokens=count))
     made = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Calls on tokens in flight in a few kernels around the map: Picard iteration of models without other parts.
+"""Calls on tokens in flight in a few kernels around prelude, map and coda, for Picard iteration.
 
 Shape legend: R rows of a call, each in a slot; W tokens in flight, T = R · W tokens of a call, row by row; D
 model width, U injection width, E width of what the injection reads.
@@ -6,17 +6,19 @@ model width, U injection width, E width of what the injection reads.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from implicit_blocks.decoding.slots.fused_layers import Matrix
 from implicit_blocks.decoding.slots.fused_map import FusedMap
-from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep
+from implicit_blocks.decoding.slots.fused_windows import FusedWindows, WindowStep, fused_windows
 from implicit_blocks.injections.projection import Projection
 from implicit_blocks.layers import Linear, RMSNorm
 from implicit_blocks.models.implicit import ImplicitLM
-from implicit_blocks.models.parts import scaled
+from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.solvers import Picard
 
 if TYPE_CHECKING:
@@ -30,24 +32,36 @@ def fused_flight(wavefront: Wavefront, fused: FusedWindows | None) -> FusedFligh
     model = batch.model
     if fused is None or not isinstance(model, ImplicitLM) or not FusedMap.searches(batch.search):
         return None
-    parts = (model.prelude, model.prelude_norm, model.start)
-    if any(part is not None for part in parts) or not batch.ends.plain or model.spec.core_residual:
+    ends = (batch.ends.fused_prelude, batch.ends.fused_coda)
+    prelude, coda = (fused_windows(stack, tokens=wavefront.tokens) for stack in ends)
+    layer_by_layer = (model.prelude, prelude), (model.coda, coda)
+    if any(stack is not None and kernels is None for stack, kernels in layer_by_layer):
         return None
-    return FusedFlight(wavefront, fused)
+    if model.spec.core_width != model.spec.d_model:
+        return None
+    return FusedFlight(wavefront, fused, prelude=prelude, coda=coda)
 
 
 class FusedFlight:
-    """The calls of a ``Wavefront`` whose search is a plain Picard iteration from zeros."""
+    """The calls of a ``Wavefront`` whose search is a plain Picard iteration."""
 
-    def __init__(self, wavefront: Wavefront, fused: FusedWindows) -> None:
-        self.wavefront, self.fused = wavefront, fused
+    def __init__(
+        self,
+        wavefront: Wavefront,
+        fused: FusedWindows,
+        *,
+        prelude: FusedWindows | None,
+        coda: FusedWindows | None,
+    ) -> None:
+        self.wavefront, self.fused, self.prelude, self.coda = wavefront, fused, prelude, coda
         self.norm: RMSNorm | None = None
         """The norm of embedded tokens, where one product of its value is all that is injected."""
         self.matrix: Matrix | None = None
         """That product."""
         model, weights = wavefront.batch.model, wavefront.batch.weights
         injection = model.injection
-        if type(injection) is not Projection or not isinstance(injection.proj, Linear):
+        begins = model.prelude is not None or model.prelude_norm is not None or model.start is not None
+        if begins or type(injection) is not Projection or not isinstance(injection.proj, Linear):
             return
         with weights.activate():
             weight, bias = injection.proj.current()
@@ -79,16 +93,17 @@ class FusedFlight:
             first.eps,
             fused.dtype,
         )
-        begun = begin_tokens(windows, rows_R, entry)
-        u_TU: Tensor | None
+        plain = batch.ends.plain and not model.spec.core_residual
+        last = c_TD = u_TU = None
         if self.matrix is not None:
+            begun = begin_tokens(windows, rows_R, entry)
             last, weight, bias = fused.fused.norm, self.matrix.weight, self.matrix.bias
             u_TU, _ = linear_window(Operand(begun.x_TD), weight, bias, length=tokens, dtype=fused.dtype)
             step = WindowStep(tokens, rows_R, begun.lengths_R, begun.commits_R, u_TU)
             fz_TD = fused.stream(begun.z_TD, Operand(begun.first_TD), step)
         else:
-            last = None
-            u_TU, e_TE = self._injected(rows_R)
+            start_TD, u_TU, e_TE, c_TD = self._inputs(rows_R)
+            begun = begin_tokens(windows, rows_R, entry, start_TD)
             step = WindowStep(tokens, rows_R, begun.lengths_R, begun.commits_R, u_TU)
             fz_TD = fused(begun.z_TD, step, e_TE)
         hidden = take_values(
@@ -101,8 +116,14 @@ class FusedFlight:
             following_TD=results.following,
             damping=solver.damping,
             relative=stopping.norm == "relative",
-            dtype=batch.head.dtype,
+            dtype=batch.head.dtype if plain else fz_TD.dtype,
         )
+        if not plain:
+            output = OutputMap.of(model, c_TD)
+            h_TD = output.enter(hidden)
+            if self.coda is not None:
+                h_TD = self.coda(h_TD, replace(step, u_TU=None), None)
+            hidden = output.leave(h_TD).to(batch.head.dtype)
         logits = results.logits.flatten(0, 1)
         head = batch.head[: logits.shape[-1]]
         linear_window(Operand(hidden), head, length=tokens, rounded=True, out_TM=logits)
@@ -140,10 +161,28 @@ class FusedFlight:
             limit_S=wavefront.limit_S,
         )
 
-    def _injected(self, rows_R: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return what the tokens' embeddings add to the mixers' projections, (T, U), and ``e``, (T, E)."""
-        batch = self.wavefront.batch
-        model = batch.model
-        x_TD = model.embedding(self.wavefront.flight.tokens[rows_R].flatten())
-        u, e = model.inject(scaled(x_TD, model.spec.embedding_scale), batch.weights)
-        return (None if u is None else u.contiguous()), e
+    def _inputs(self, rows_R: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
+        """Return the points' start, what is injected, (T, U) and (T, E), and the prelude's output.
+
+        The prelude commits its first tokens.
+        """
+        batch, flight, tokens = self.wavefront.batch, self.wavefront.flight, self.wavefront.tokens
+        model, lengths_R = batch.model, batch.lengths_S[rows_R]
+        assert isinstance(model, ImplicitLM)
+        x_RWD = scaled(model.embedding(flight.tokens[rows_R]), model.spec.embedding_scale)
+        c_RWD = x_RWD
+        if self.prelude is not None:
+            stream = x_RWD.to(model.stream_dtype)
+            step = WindowStep(tokens, rows_R, lengths_R, flight.done[rows_R].sum(1), None)
+            c_RWD = self.prelude(stream.flatten(0, 1), step, None).view_as(stream)
+        if model.prelude_norm is not None:
+            c_RWD = model.prelude_norm(c_RWD)
+        start = None
+        if model.start is not None:
+            positions_RW = lengths_R[:, None] + torch.arange(tokens, device=batch.device)
+            start = model.initial_point(x_RWD, c_RWD, positions_RW)
+        u, e = model.inject(c_RWD, batch.weights)
+        start_TD, u_TU, e_TE = (
+            None if each is None else each.flatten(0, 1).contiguous() for each in (start, u, e)
+        )
+        return start_TD, u_TU, e_TE, c_RWD.flatten(0, 1)

@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
 from implicit_blocks.decoding.slots.fused_flight import fused_flight
-from implicit_blocks.decoding.slots.fused_windows import MANY, FusedWindows, WindowStep, fused_windows
+from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
@@ -101,8 +101,6 @@ class Wavefront:
         """Tokens in flight and windows, summed over all calls, and tokens that began anew."""
         self.fused = fused_windows(batch.fused, tokens=tokens)
         """The map in fused kernels; None: the layers' own operators."""
-        self.fused_prelude = fused_windows(batch.ends.fused_prelude, tokens=tokens)
-        self.fused_coda = fused_windows(batch.ends.fused_coda, tokens=tokens)
         self.whole = fused_flight(self, self.fused)
         """Whole calls in kernels, for some searches; None: plain operators surround the map."""
         self._results: dict[int, Results] = {}
@@ -244,9 +242,14 @@ class Wavefront:
     ) -> Tensor:
         """Return the map's values, and commit the first tokens of each row to the core's states."""
         batch, index = self.batch, self._index(rows_R)
-        fz = _in_kernels(self, self.fused, z_RLC, rows_R, window, commits_R, inputs.u_RLU, inputs.e_RLE)
-        if fz is not None:
-            return fz
+        if self.fused is not None and batch.fused is not None and len(z_RLC.flatten(0, 1)) <= MANY:
+            u_TU, e_TE = (
+                None if given is None else given.flatten(0, 1).contiguous()
+                for given in (inputs.u_RLU, inputs.e_RLE)
+            )
+            lengths_R = window.positions_BL[:, 0].contiguous()
+            step = WindowStep(window.length, rows_R, lengths_R, commits_R, u_TU)
+            return self.fused(z_RLC.flatten(0, 1), step, e_TE).view_as(z_RLC)
         fz_RLC, after = _core(batch, window, inputs, z_RLC, index).commit(z_RLC, prefix)
         for states, layer in zip(batch.states, after, strict=True):
             states.write(index, layer, commits_R > 0)
@@ -270,35 +273,13 @@ class Wavefront:
         c_RLD, index = x_RLD, self._index(rows_R)
         if model.prelude is not None:
             stream = x_RLD.to(model.stream_dtype)
-            out = _in_kernels(self, self.fused_prelude, stream, rows_R, window, commits_R)
-            if out is None:
-                out = batch.ends.commit("prelude", stream, index, window, commits_R > 0, prefix)
-            c_RLD = out
+            c_RLD = batch.ends.commit("prelude", stream, index, window, commits_R > 0, prefix)
         if model.prelude_norm is not None:
             c_RLD = model.prelude_norm(c_RLD)
         inputs = Inputs(x_RLD, c_RLD, *model.inject(c_RLD, batch.weights))
         if eager:  # the windows move on after a commit
             self._inputs = None if bool(flight.done.any()) else (rows_R.tolist(), inputs)
         return inputs
-
-
-def _in_kernels(
-    wavefront: Wavefront,
-    fused: FusedWindows | None,
-    z_RLC: Tensor,
-    rows_R: Tensor,
-    window: Window,
-    commits_R: Tensor,
-    u_RLU: Tensor | None = None,
-    e_RLE: Tensor | None = None,
-) -> Tensor | None:
-    """Return what fused kernels compute, which commit the first tokens; None: they do not serve it."""
-    if fused is None or wavefront.batch.fused is None or len(z_RLC.flatten(0, 1)) > MANY:
-        return None
-    u_TU, e_TE = (None if given is None else given.flatten(0, 1).contiguous() for given in (u_RLU, e_RLE))
-    lengths_R = window.positions_BL[:, 0].contiguous()
-    step = WindowStep(window.length, rows_R, lengths_R, commits_R, u_TU)
-    return fused(z_RLC.flatten(0, 1), step, e_TE).view_as(z_RLC)
 
 
 def _finish(
@@ -315,11 +296,8 @@ def _finish(
     output = OutputMap.of(model, inputs.c_RLD)
     h_RLD = output.enter(value_RLC)
     if model.coda is not None:
-        out = _in_kernels(wavefront, wavefront.fused_coda, h_RLD, rows_R, window, commits_R)
-        if out is None:
-            index = wavefront._index(rows_R)
-            out = wavefront.batch.ends.commit("coda", h_RLD, index, window, commits_R > 0, prefix)
-        h_RLD = out
+        index = wavefront._index(rows_R)
+        h_RLD = wavefront.batch.ends.commit("coda", h_RLD, index, window, commits_R > 0, prefix)
     return output.leave(h_RLD)
 
 

@@ -78,8 +78,8 @@ class Begun(NamedTuple):
     first_TD: Tensor
 
 
-def begin_tokens(windows: Windows, rows_R: Tensor, entry: Entry) -> Begun:
-    """Begin fresh tokens at zeros, count the calls, and return the inputs of the map."""
+def begin_tokens(windows: Windows, rows_R: Tensor, entry: Entry, start_TD: Tensor | None = None) -> Begun:
+    """Begin fresh tokens at ``start_TD``, or at zeros, count the calls, and return the inputs of the map."""
     rows, (_, tokens, width) = len(rows_R), windows.z.shape
     z = windows.z.new_empty(rows * tokens, width)
     x, first = torch.empty_like(z, dtype=entry.dtype), torch.empty_like(z, dtype=entry.dtype)
@@ -94,12 +94,14 @@ def begin_tokens(windows: Windows, rows_R: Tensor, entry: Entry) -> Begun:
             entry.embedding_VD,
             entry.norm_D,
             entry.first_D,
+            z if start_TD is None else start_TD,
             x,
             first,
             entry.factor,
             entry.norm_eps,
             entry.first_eps,
             width,
+            START=start_TD is not None,
             SMALLEST=SMALLEST_SCALE,  # as an argument it would be a float32, 0
             W=tokens,
             BLOCK_W=triton.next_power_of_2(tokens),
@@ -211,8 +213,8 @@ def _begin_tokens(
     rows_ptr, tokens_ptr, next_ptr, z_ptr, best_ptr, lowest_ptr, residual_ptr, scale_ptr, iterations_ptr,
     as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
     z_out_ptr, lengths_out_ptr, commits_out_ptr,
-    embedding_ptr, norm_ptr, first_ptr, x_out_ptr, first_out_ptr, factor, norm_eps, first_eps, D,
-    SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    embedding_ptr, norm_ptr, first_ptr, start_ptr, x_out_ptr, first_out_ptr, factor, norm_eps, first_eps, D,
+    START: tl.constexpr, SMALLEST: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     other, column = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK)
@@ -237,9 +239,12 @@ def _begin_tokens(
     tl.debug_barrier()  # all threads have loaded what the stores below replace
     head = number == commits
     begins = head & (fresh | (as_head == 0))
-    z = tl.where(fresh, 0.0, z)
-    tl.store(z_ptr + at * D + column, z, mask=real)
     here = tl.program_id(0).to(tl.int64) * D + column
+    start = 0.0
+    if START:
+        start = tl.load(start_ptr + here, mask=real, other=0.0)
+    z = tl.where(fresh, start, z)
+    tl.store(z_ptr + at * D + column, z, mask=real)
     tl.store(z_out_ptr + here, z, mask=real)
     first = z * (1.0 / tl.sqrt(tl.sum(z * z) / D + first_eps)) * first_weight
     tl.store(first_out_ptr + here, first.to(first_out_ptr.dtype.element_ty), mask=real)
