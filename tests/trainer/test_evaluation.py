@@ -34,10 +34,14 @@ class Searched:
     diverged: Tensor
     token_iterations: Tensor | None
     token_converged: Tensor | None
+    token_residual: Tensor | None
 
 
 class Echo(nn.Module):
-    """Predicts each token itself; token t takes t iterations, and tokens after the fourth do not converge."""
+    """Predicts each token itself; token t takes t iterations.
+
+    The residual of the fifth token is 0.2, that of the others 0.01: neither it nor the last one converges.
+    """
 
     def __init__(self, *, by_token: bool = True, implicit: bool = True) -> None:
         super().__init__()
@@ -53,6 +57,7 @@ class Echo(nn.Module):
         return_logits: bool,
         window_length: int | None = None,
         documents: Tensor | None = None,
+        tolerance: float = 0.1,
     ) -> Output:
         assert not return_logits  # of a long set they would fill the memory
         assert not self.training
@@ -71,6 +76,7 @@ class Echo(nn.Module):
             diverged=~rows,
             token_iterations=iterations if self.by_token else None,
             token_converged=iterations <= 4 if self.by_token else None,
+            token_residual=torch.where(iterations == 5, 0.2, 0.01) if self.by_token else None,
         )
         return Output(logits.argmax(-1), loss, searched if self.implicit else None)
 
@@ -120,6 +126,15 @@ def test_accuracy_loss_and_search_cover_the_whole_set() -> None:
     assert found.search.non_converged == 1.0
     assert found.token_converged == pytest.approx(4 / 6, rel=1e-4)
     assert found.iterations_by_position == (1, 2, 3, 4, 5, 6)
+
+
+def test_tokens_within_the_tolerance_may_follow_others_that_are_not() -> None:
+    found = results(Echo(), search={"tolerance": 0.1})
+    assert found.token_converged == pytest.approx(4 / 6, rel=1e-4)
+    assert found.token_within == pytest.approx(5 / 6, rel=1e-4)
+    assert found.as_row(by_position=False)["token_within"] == found.token_within
+    assert results(Echo()).token_within is None  # the tolerance is not known
+    assert results(Echo(by_token=False), search={"tolerance": 0.1}).token_within is None
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 100])

@@ -33,7 +33,9 @@ class EvaluationResult:
     last tokens of each sequence; both are NaN if no token is scored. ``sequence_accuracy`` is the fraction of
     sequences whose scored tokens are all correct, NaN likewise. ``search`` and
     ``iterations_by_position`` (L,) are None for an explicit model, the latter also if iterations are not
-    counted per token. ``token_converged`` is the fraction of tokens under the tolerance.
+    counted per token. ``token_converged`` is the fraction of tokens that have converged: their residual and
+    those of all tokens before them are within the tolerance. ``token_within`` is the fraction of tokens whose
+    own residual is; None without a tolerance among the search options, or likewise.
     """
 
     name: str
@@ -46,6 +48,7 @@ class EvaluationResult:
     sequence_accuracy: float
     search: SearchStatistics | None
     token_converged: float | None
+    token_within: float | None
     accuracy_by_position: tuple[float, ...]
     iterations_by_position: tuple[float, ...] | None
     seconds: float
@@ -69,6 +72,7 @@ class EvaluationResult:
             "sequence_accuracy": rounded(self.sequence_accuracy),
             **search_row(self.search),
             "token_converged": self.token_converged,
+            "token_within": self.token_within,
             "seconds": rounded(self.seconds, 4),
         }
         if by_position:
@@ -124,8 +128,9 @@ def evaluate(
         results = []
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
-            sums = _Sums(evaluation_set.length)
-            first = (search or {}).get("tolerance", FIRST)
+            tolerance = (search or {}).get("tolerance")
+            sums = _Sums(evaluation_set.length, tolerance if mean_iterations is None else None)
+            first = FIRST if tolerance is None else tolerance
             budget = None if mean_iterations is None else IterationBudget(mean_iterations, tolerance=first)
             at_once = max(1, tokens_at_once // evaluation_set.length)
             for shared, counts in _share(evaluation_set, at_once, ranks, equal_calls=equal_calls):
@@ -159,7 +164,8 @@ def evaluate(
 class _Sums:
     """Sums over a rank's share of a set, combined over ranks in the result."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, tolerance: float | None = None) -> None:
+        self.tolerance = tolerance
         self.began = time.perf_counter()
         self.loss = 0.0
         self.correct_L = torch.zeros(length, dtype=torch.int64)
@@ -168,7 +174,7 @@ class _Sums:
         self.iterations_L = torch.zeros(length, dtype=torch.float64)
         self.by_token = True
         """Whether every search has reported per-token results."""
-        self.tokens_converged = 0
+        self.tokens_converged = self.tokens_within = 0
         self.searches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         """Iterations, residual, converged, diverged of the sequences, per batch."""
 
@@ -192,6 +198,8 @@ class _Sums:
         else:
             self.iterations_L += solution.token_iterations.sum(0).cpu()
             self.tokens_converged += int(solution.token_converged.sum())
+            if self.tolerance is not None:
+                self.tokens_within += int((solution.token_residual <= self.tolerance).sum())
 
     def result(self, evaluation_set: EvaluationSet, ranks: Ranks, *, last_tokens: int) -> EvaluationResult:
         """Combine the sums of all ranks, each of which must call this."""
@@ -201,8 +209,8 @@ class _Sums:
         by_token = bool(every) and ranks.all(self.by_token)
         by_position = [*self.correct_L.tolist(), *self.scored_L.tolist(), *self.iterations_L.tolist()]
         whole = [self.sequences_correct, self.sequences_scored]
-        loss, converged, correct, answered, *summed = ranks.sum(
-            [self.loss, self.tokens_converged, *whole, *by_position]
+        loss, converged, within, correct, answered, *summed = ranks.sum(
+            [self.loss, self.tokens_converged, self.tokens_within, *whole, *by_position]
         )
         correct_L, scored_L, iterations_L = torch.tensor(summed, dtype=torch.float64).view(3, length)
         return EvaluationResult(
@@ -216,6 +224,9 @@ class _Sums:
             sequence_accuracy=correct / answered if answered else math.nan,
             search=search_statistics(*map(torch.cat, zip(*every, strict=True))) if every else None,
             token_converged=rounded(converged / (sequences * length)) if by_token else None,
+            token_within=rounded(within / (sequences * length))
+            if by_token and self.tolerance is not None
+            else None,
             accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
             iterations_by_position=tuple((iterations_L / sequences).tolist()) if by_token else None,
             seconds=time.perf_counter() - self.began,

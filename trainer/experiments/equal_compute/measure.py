@@ -163,7 +163,8 @@ class Measuring:
 
         ``loops``, ``few_loops`` and ``fixed_point`` are measured on the reported set, the last two on its
         first sequences, in float32 and with ``trained_loops_few`` beside them. Each token's
-        convergence is that of the search with prefix scope: within the tolerance, and so are those before it.
+        convergence is that of the search with prefix scope: within the tolerance, and so are those before it;
+        ``token_within`` counts the tokens whose own residual is.
         """
         precision, depth = self.spec.training.precision, self.trained_loops
         trained = {} if depth is None else {"loops": depth}
@@ -282,5 +283,6 @@ class Measuring:
             "residual": rounded(found.residual),
             "residual_max": rounded(found.residual_max),
             "token_converged": result.token_converged,
+            "token_within": result.token_within,
             "diverged": rounded(found.diverged),
         }
