@@ -1,5 +1,6 @@
 """The figures with averaged weights on the page on equal compute equal those of the result files."""
 
+import json
 import runpy
 from functools import partial
 from typing import Any
@@ -167,6 +168,21 @@ def test_the_penalty_lets_one_seed_of_five_converge(half: dict[str, Any]) -> Non
     text = f"with twice the FLOPs {percent(min(longer), sign=False)} to {percent(max(longer), sign=False)} %"
     text = f"{text}, and {percent(at_fixed_point(single)[1], sign=False)} % of Mamba2"
     assert f"{least} to {most} % of the tokens of Llama converge in 32 iterations, {text}" in PAGE
+
+
+def test_more_tokens_are_within_the_tolerance_than_converge() -> None:
+    path = ROOT / "benchmarks" / "results" / "equal_compute_within.json"
+    (run,) = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    assert (run["recipe"]["width"], run["recipe"]["seed"], run["recipe"]["precision"]) == (64, 1, "float32")
+    assert run["recipe"]["residual_weight"] == 0
+    best = max(
+        (one for one in run["fixed_point"] if one["max_iterations"] == 32),
+        key=lambda one: one["token_converged"],
+    )
+    few, many = (one for one in run["fixed_point"] if one["solver"] == best["solver"])
+    own = f"{few['token_within']:.1%} within 16 iterations and {many['token_within']:.2%} within 32"
+    share = f"{100 * few['token_converged']:.1f} and {many['token_converged']:.1%} converge"
+    assert f"{own}, where {share}".replace("%", " %") in PAGE
 
 
 def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
