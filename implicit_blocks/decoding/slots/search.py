@@ -155,14 +155,12 @@ class SlotSearch:
         A value that is not finite is replaced by the point before it.
         """
         assert self.rule is not None
-        z_RD, pair = self.z[rows_R], None
+        before_RD = z_RD = self.z[rows_R]
         for _ in range(calls):
-            fz_RD = finite_or(f(z_RD), z_RD)
-            pair = (z_RD, fz_RD) if self.averaging is None else self.averaging.update(pair, z_RD, fz_RD)
-            z_RD = fz_RD
-        assert pair is not None
-        residual, _ = self.rule.residuals(self._status(rows_R, self.done[rows_R, None]), *pair)
-        self.residual[rows_R], self.z[rows_R] = residual.squeeze(1), pair[1]
+            before_RD, z_RD = z_RD, finite_or(f(z_RD), z_RD)
+        status = self._status(rows_R, self.done[rows_R, None])
+        residual, _ = self.rule.residuals(status, before_RD, z_RD)
+        self.residual[rows_R], self.z[rows_R] = residual.squeeze(1), z_RD
         self.iterations.index_fill_(0, rows_R, calls)
 
     def _status(self, rows_R: Tensor, active: Tensor) -> Status:
