@@ -93,7 +93,6 @@ class FusedFlight:
             first.eps,
             fused.dtype,
         )
-        plain = batch.ends.plain and not model.spec.core_residual
         last = c_TD = u_TU = None
         if self.matrix is not None:
             begun = begin_tokens(windows, rows_R, entry)
@@ -116,9 +115,9 @@ class FusedFlight:
             following_TD=results.following,
             damping=solver.damping,
             relative=stopping.norm == "relative",
-            dtype=batch.head.dtype if plain else fz_TD.dtype,
+            dtype=batch.head.dtype if batch.ends.plain else fz_TD.dtype,
         )
-        if not plain:
+        if not batch.ends.plain:
             output = OutputMap.of(model, c_TD)
             h_TD = output.enter(hidden)
             if self.coda is not None:

@@ -8,7 +8,7 @@ Shape legend: S slots, R rows of a step, each in a slot, D model width, U inject
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,22 +184,29 @@ class FusedMap(FusedStack):
         self.injection = None if injection is None or injection.direct else injection
 
     def bind(
-        self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor | None
+        self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor | None = None
     ) -> Callable[[Tensor], Tensor]:
         """Return the map of these slots, (R, D) → (R, D); the first call commits where ``committing_R`` is.
 
         Further calls, as some solvers make, read the new states of committed rows, which no longer search.
         """
-        nowhere_R = torch.zeros_like(rows_R, dtype=torch.bool)
+
+        def steps() -> Iterator[FusedStep]:  # what further calls read is computed where there are any
+            after_R = lengths_R
+            if committing_R is not None:
+                yield FusedStep(rows_R, ends.u_SU, lengths_R, committing_R)
+                after_R = lengths_R + committing_R
+            further = FusedStep(rows_R, ends.u_SU, after_R, torch.zeros_like(rows_R, dtype=torch.bool))
+            while True:
+                yield further
+
+        each = steps()
 
         def call(z_RD: Tensor) -> Tensor:
-            nonlocal lengths_R, committing_R
-            if committing_R is None:
-                return self(z_RD, FusedStep(rows_R, ends.u_SU, lengths_R, nowhere_R), ends)
-            step = FusedStep(rows_R, ends.u_SU, lengths_R, committing_R)
+            step = next(each)
             value = self(z_RD, step, ends)
-            self.move_on(step)
-            lengths_R, committing_R = lengths_R + committing_R, None
+            if step.committing_R is committing_R:
+                self.move_on(step)
             return value
 
         return call

@@ -159,7 +159,7 @@ class QuantizedSearch:
         lengths_R, z_RD = batch.lengths_S[rows_R], search.z[rows_R]
         active_R = batch.busy_S[rows_R] & ~search.done[rows_R]
         if self.fused is not None:
-            f = self.fused.bind(rows_R, batch.ends, lengths_R, None)
+            f = self.fused.bind(rows_R, batch.ends, lengths_R)
         else:
             f = slot_map(batch, rows_R, lengths_R, weights=self.weights)
         fz_RD = f(z_RD)

@@ -207,6 +207,6 @@ class SlotSearch:
             self._put(whole, rows_R, part, where_R)
 
 
-def finite_or(value_RD: Tensor, before_RD: Tensor) -> Tensor:
-    """Return the value, or the point before it in rows with an element that is not finite."""
-    return torch.where(value_RD.sum(-1, keepdim=True).isfinite(), value_RD, before_RD)
+def finite_or(value: Tensor, before: Tensor) -> Tensor:
+    """Return the value (..., D), or the point before it where the sum of its features is not finite."""
+    return torch.where(value.sum(-1, keepdim=True).isfinite(), value, before)

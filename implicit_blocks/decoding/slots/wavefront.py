@@ -38,6 +38,7 @@ from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
 from implicit_blocks.decoding.slots.fused_flight import fused_flight
 from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
+from implicit_blocks.decoding.slots.search import finite_or
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
@@ -206,7 +207,7 @@ class Wavefront:
         begun = _begun(self, flight, inputs, window, order == commits[:, None])
         z_RLC = begun.z
         fz_RLC = self._mapped(z_RLC, rows_R, window, prefix, inputs, commits)
-        value_RLC = torch.where(fz_RLC.sum(-1, keepdim=True).isfinite(), fz_RLC, z_RLC)
+        value_RLC = finite_or(fz_RLC, z_RLC)
         rule = batch.search.rule
         assert rule is not None
         lowest = begun.lowest[..., None]  # the rule reads its type alone
@@ -409,7 +410,7 @@ def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
     z = torch.where((stays & ~done)[..., None], results.following, flight.z)
     z = torch.where(solved[..., None], results.value, z)
     z = torch.where(given_up[..., None], best, z)
-    z = torch.where(z.sum(-1, keepdim=True).isfinite(), z, flight.z)
+    z = finite_or(z, flight.z)
     reported = solved | (done & ~flight.converged)
     for place, value in zip(
         results.report,
