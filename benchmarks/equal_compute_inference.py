@@ -8,7 +8,7 @@ new: neither FLOPs nor time depend on them, because the number of loops is fixed
 of 512 tokens in one forward pass; generation continues prompts of 512 tokens with continuous batching, whose
 steps are captured as CUDA graphs on a GPU. Both use bfloat16 autocast. *Bytes* are those of the weights and
 of the state of one sequence after 512 tokens, all in bfloat16. The stored results have a second run under
-``before``: the same program before prelude, coda and attention with ``qk_norm`` ran in fused kernels.
+``before``: the same program when each loop was a launch of its own.
 """
 
 from __future__ import annotations

@@ -77,10 +77,25 @@ def test_tokens_per_second_with_tokens_in_flight():
         times[name] = cells[2]["tokens_per_second"] / cells[0]["tokens_per_second"]
         calls[name] = 1e6 / (cells[2]["tokens_per_second"] * cells[2]["calls_per_token"])
         own[name] = kernels[row["model"]]
-    assert both(times, "That is {} and {} times the speed", digits=1) in page
+    assert both(times, "that is {} and {} times the speed", digits=1) in page
     assert both(times, "decode {} (Llama) and {} times (Mamba2) as many tokens per second") in notes
     call = "takes {} μs (attention) and {} μs (Mamba2)"
     assert both(calls, call, digits=0) + both(own, ", its kernels {} and {} μs", digits=0) in page
     call = "takes {} (Llama) and {} μs (Mamba2), or 1,000,000 / (tokens/s × calls per token),"  # noqa: RUF001  # as the notes have it
     assert both(calls, call, digits=0) + both(own, " and its kernels take {} and {} ", digits=0) in notes
     assert {f"{calls[name] - own[name]:.0f}" for name in calls} == {"18"}
+
+
+def test_tokens_per_second_of_looped_models_with_tokens_in_flight():
+    page, notes = words("docs/decoding.md"), words("benchmarks/NOTES.md")
+    times = []
+    for row in results("decoding_calls_residual")["rows"]:
+        cells = [row[mode] for mode in ("sequential", "wavefront 4", "wavefront 8")]
+        counts = [f"{cell['calls_per_token']:.2f}" for cell in cells]
+        assert " | ".join([f"looped (`{row['model']}`)", "calls per token", *counts]) in page
+        speeds = [f"{cell['tokens_per_second']:,.0f}" for cell in cells]
+        assert " | ".join(["tokens per second", *speeds]) in page
+        times.append(f"{cells[2]['tokens_per_second'] / cells[0]['tokens_per_second']:.1f}")
+        assert f"{speeds[2]} instead of {speeds[0]}" in notes
+        assert f"(`{row['model']}`: {counts[2]} instead of {counts[0]}" in notes
+    assert f"{' and '.join(times)} times for the looped models" in page
