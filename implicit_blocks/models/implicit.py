@@ -313,16 +313,27 @@ def search_plan(
 
 
 def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None = None) -> LoopCounts | None:
-    """Return the number of loops of a call; None: the stopping rule ends them."""
-    if search is not None and search.loops is not None:
-        return LoopCounts.of(search.loops)
-    if model.training:
+    """Return the number of loops of a call; None: the stopping rule ends them.
+
+    Raises:
+        ValueError: options of a search are given with a fixed number of loops.
+
+    """
+    asked = None if search is None else search.loops
+    if asked is None and model.training:
         if model.depth is None or isinstance(model.spec.depth, UntilConvergedSpec):
             return None
         loops = model.depth.sample(batch_size, device=model.embedding.weight.device)
         return None if loops is None else LoopCounts(loops)
-    criterion = exit_spec(model, search)
-    return LoopCounts(criterion.loops) if isinstance(criterion, FixedExitSpec) else None
+    if asked is None:
+        criterion = exit_spec(model, search)
+        asked = criterion.loops if isinstance(criterion, FixedExitSpec) else None
+    if asked is None:
+        return None
+    for name in ("damping", "max_iterations", "moving_average"):
+        if (given := getattr(search, name, None)) is not None:
+            raise ValueError(f"{name} is {given}, but a fixed number of loops is no search; leave it out")
+    return LoopCounts.of(asked)
 
 
 def _check_start(start: Tensor, like_BLC: Tensor) -> Tensor:

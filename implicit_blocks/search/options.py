@@ -54,7 +54,8 @@ class SearchOptions:
     settle below the noise; with an exact map it costs iterations, about ``ln(tolerance) / ln(1 − α)``.
 
     ``loops`` takes a fixed number of undamped calls of the map, instead of searching to a tolerance: n, or
-    (n, k) with the last k of them differentiated, or counts for each row (``LoopCounts``).
+    (n, k) with the last k of them differentiated, or counts for each row (``LoopCounts``). Calls refuse
+    ``damping``, ``max_iterations`` and ``moving_average`` with a fixed number of loops, the spec's included.
 
     ``start`` (B, L, D) replaces the spec's start, D being the core's width.
 

@@ -117,7 +117,7 @@ def test_batches_generate_the_tokens_of_single_passes(case, layers):
 
 
 @pytest.mark.parametrize("layers", [ATTENTION, MAMBA2], ids=["attention", "mamba2"])
-@pytest.mark.parametrize("search", [{}, {"moving_average": 0.6}, {"warm_start": True}], ids=str)
+@pytest.mark.parametrize("search", [{}, {"warm_start": True}], ids=str)
 def test_a_step_makes_all_calls_of_a_fixed_number_of_loops(layers, search):
     model = built("residual", layers)
     options = {"max_new_tokens": 5, "loops": 4, **search}

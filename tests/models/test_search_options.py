@@ -199,6 +199,25 @@ def test_search_options_out_of_range_are_refused(model, ids):
     )
 
 
+@pytest.mark.parametrize(
+    "option", [{"damping": 0.7}, {"max_iterations": 5}, {"moving_average": 0.7}], ids=str
+)
+@torch.no_grad()
+def test_a_fixed_number_of_loops_refuses_options_of_a_search(model, ids, option):
+    name, value = next(iter(option.items()))
+    refusal = f"{name} is {value}, but a fixed number of loops is no search"
+    fixed = {"loops": 3}, {"exit": ib.FixedExitSpec(loops=3)}
+    for loops in fixed:
+        with pytest.raises(ValueError, match=refusal):
+            model(ids, **loops, **option)
+        with pytest.raises(ValueError, match=refusal):
+            ib.generate(model, ids, max_new_tokens=2, **loops, **option)
+        with pytest.raises(ValueError, match=refusal):
+            ib.decoding.ContinuousDecoder(model, max_batch_size=1, max_seq_len=20, **loops, **option)
+    with pytest.raises(ValueError, match=refusal):
+        model.train()(ids, loops=3, **option)
+
+
 TYPING_ONLY = {"Tensor": torch.Tensor, "LoopCounts": type("LoopCounts", (), {})}
 NOT_IN_TRANSFORMERS = {"loops", "start", "trajectory", "exit"}
 
