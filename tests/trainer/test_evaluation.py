@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
+import implicit_blocks as ib
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.distributed import Ranks
 from trainer.evaluation.evaluate import _share, evaluate, table
@@ -81,6 +82,13 @@ class Echo(nn.Module):
         return Output(logits.argmax(-1), loss, searched if self.implicit else None)
 
 
+class Configured(Echo):
+    """Has a tolerance of its own."""
+
+    def search_config(self) -> tuple[None, ib.Stopping]:
+        return None, ib.Stopping(tolerance=0.1)
+
+
 class Fixed(DataSource):
     """Labels equal the inputs at even positions of the stream only; the first token is not scored."""
 
@@ -134,6 +142,8 @@ def test_tokens_within_the_tolerance_may_follow_others_that_are_not() -> None:
     assert found.token_within == pytest.approx(5 / 6, rel=1e-4)
     assert found.as_row(by_position=False)["token_within"] == found.token_within
     assert results(Echo()).token_within is None  # the tolerance is not known
+    assert results(Configured()).token_within == found.token_within
+    assert results(Configured(), search={"tolerance": 0.3}).token_within == 1.0
     assert results(Echo(by_token=False), search={"tolerance": 0.1}).token_within is None
 
 

@@ -35,7 +35,7 @@ class EvaluationResult:
     ``iterations_by_position`` (L,) are None for an explicit model, the latter also if iterations are not
     counted per token. ``token_converged`` is the fraction of tokens that have converged: their residual and
     those of all tokens before them are within the tolerance. ``token_within`` is the fraction of tokens whose
-    own residual is; None without a tolerance among the search options, or likewise.
+    own residual is; None with a target of iterations, or likewise.
     """
 
     name: str
@@ -129,7 +129,8 @@ def evaluate(
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
             tolerance = (search or {}).get("tolerance")
-            sums = _Sums(evaluation_set.length, tolerance if mean_iterations is None else None)
+            in_force = tolerance_of(model) if tolerance is None else tolerance
+            sums = _Sums(evaluation_set.length, in_force if mean_iterations is None else None)
             first = FIRST if tolerance is None else tolerance
             budget = None if mean_iterations is None else IterationBudget(mean_iterations, tolerance=first)
             at_once = max(1, tokens_at_once // evaluation_set.length)
@@ -159,6 +160,13 @@ def evaluate(
         return results
     finally:
         model.train(was_training)
+
+
+def tolerance_of(model: nn.Module) -> float | None:
+    """Return the tolerance of the model's searches in its current mode; None: it does not search."""
+    config = getattr(model, "search_config", None)
+    stopping = None if config is None else config()[1]
+    return None if stopping is None else float(stopping.tolerance)
 
 
 class _Sums:
