@@ -26,6 +26,7 @@ from implicit_blocks.ops.attention.slots import attend_slot_windows
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.windows import Window
 from tests.gpu.interpreter import DEVICE, HALF, INTERPRETED, MARKS, random
+from tests.gpu.test_window_tiles import DIRECT, direct, error
 
 pytestmark = MARKS
 
@@ -35,11 +36,6 @@ def _exact_products():
     pytest.importorskip("triton", reason="Triton is not installed")
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
-
-
-def error(found, expected):
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
@@ -141,14 +137,16 @@ MAMBA2 = {
 }
 
 
+@pytest.mark.parametrize("tiles", [None, *DIRECT])
 @pytest.mark.parametrize("shape", MAMBA2.values(), ids=MAMBA2)
-def test_mamba2_of_a_window_is_the_plain_mixer_with_its_states(shape):
+def test_mamba2_of_a_window_is_the_plain_mixer_with_its_states(shape, tiles):
     """Each row commits its own number of tokens; other slots keep their states."""
     from implicit_blocks.ops.kernels.decoding import Mamba2Inputs
     from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv, linear_window
     from implicit_blocks.ops.kernels.decoding_window_scan import scan_window
 
     groups, bias, taps, length, committed = shape
+    tiles = None if tiles is None else direct(tiles)
     spec = ib.Mamba2Spec(
         d_state=16, head_dim=16, n_groups=groups, conv_bias=bias, d_conv=taps, chunk_size=8, norm_groups=1
     )
@@ -170,7 +168,12 @@ def test_mamba2_of_a_window_is_the_plain_mixer_with_its_states(shape):
     inputs = Mamba2Inputs(own.next_S, own.taps_SWC, weight, mixer.conv.bias, mixer.dt_bias, mixer.d_inner)
     conv = WindowConv(inputs, rows, torch.empty(2 * length, mixer.conv_width, device=DEVICE))
     projected, _ = linear_window(
-        Operand(z.flatten(0, 1)), mixer.in_proj.weight, length=length, u_TM=u.flatten(0, 1), conv=conv
+        Operand(z.flatten(0, 1)),
+        mixer.in_proj.weight,
+        length=length,
+        u_TM=u.flatten(0, 1),
+        conv=conv,
+        tiles=tiles,
     )
     mixed = scan_window(
         projected,
@@ -186,7 +189,7 @@ def test_mamba2_of_a_window_is_the_plain_mixer_with_its_states(shape):
         norm_eps=mixer.norm.eps,
         dtype=torch.float32,
     )
-    found, _ = linear_window(mixed, mixer.out_proj.weight, length=length)
+    found, _ = linear_window(mixed, mixer.out_proj.weight, length=length, tiles=tiles)
     assert error(found, expected.flatten(0, 1)) < 1e-5
     for ours, wanted in zip(own.gather(rows, lengths), states.gather(rows, lengths), strict=True):
         assert error(ours, wanted) < 1e-5

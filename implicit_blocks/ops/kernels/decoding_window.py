@@ -57,8 +57,13 @@ class WindowConv(NamedTuple):
 class Tiles(NamedTuple):
     """The tiles of a product: outputs of a program, parts of its inputs and their width, stages, warps.
 
-    ``ahead`` is the number of tiles of weights that a program loads before its input is known, at most 2;
-    ``trigger`` is where the next kernel may start: 0, at once, 1, once the input is known, 2, after the loop.
+    ``ahead`` is the number of tiles of weights that a program loads before its input is known; ``trigger`` is
+    where the next kernel may start: 0, at once, 1, once the input is known, 2, after the loop.
+
+    With ``direct``, the matrix units take both operands from the registers into which they were loaded, not
+    from shared memory, so that all weights of a program can be loaded ahead. It is the number of tiles of 8
+    tokens that are loaded at a time, and those after them are loaded before these are used; ``parts`` is the
+    number of warps, ``inputs`` 32, and ``stages`` is not used.
     """
 
     outputs: int = 16
@@ -68,6 +73,7 @@ class Tiles(NamedTuple):
     warps: int = 4
     ahead: int = 1
     trigger: int = 2
+    direct: int = 0
 
 
 def tiles_of(width: int, *, wide: bool, gate: bool, conv: bool) -> Tiles:
@@ -185,12 +191,62 @@ def linear_window(
             STAGES=chosen.stages,
             AHEAD=min(chosen.ahead, triton.cdiv(width, chosen.parts * chosen.inputs)),
             TRIGGER=max(chosen.trigger, int(late)),
+            DIRECT=chosen.direct and max(1, 8 * chosen.direct // columns),
             **overlapping(device),
             num_warps=chosen.warps,
         )
     if next_norm_M is None:
         return out, None
     return out, Operand(following, squares, outputs, next_eps)
+
+
+@triton.jit
+def _lines(LINES: tl.constexpr, DIRECT: tl.constexpr):
+    """Return the numbers of a tile's lines, outputs or tokens: (1, LINES, 1), or (8, 1, LINES / 8, 1)."""
+    if DIRECT > 0:
+        eights = 8 * tl.arange(0, LINES // 8)
+        return tl.arange(0, 8)[:, None, None, None] + eights[None, None, :, None]
+    else:
+        return tl.arange(0, LINES)[None, :, None]
+
+
+@triton.jit
+def _along(SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, DIRECT: tl.constexpr):
+    """Return the inputs of the first tile: (SPLIT, 1, BLOCK_K), or (1, SPLIT, 1, BLOCK_K)."""
+    part, inside = tl.arange(0, SPLIT) * BLOCK_K, tl.arange(0, BLOCK_K)
+    along = part[:, None, None] + inside[None, None, :]
+    return along[None, :, :, :] if DIRECT > 0 else along
+
+
+@triton.jit
+def _loaded(tiles, ptr, real, along, END: tl.constexpr, STEP: tl.constexpr, K: tl.constexpr):
+    """Return the tiles with those up to ``END``, which are loaded."""
+    for tile in tl.static_range(len(tiles), END):
+        if tile * STEP < K:
+            tiles += (tl.load(ptr + tile * STEP, mask=real & (tile * STEP + along < K), other=0.0),)
+    return tiles
+
+
+@triton.jit
+def _product(w, x, total, PRECISION: tl.constexpr, DIRECT: tl.constexpr):
+    """Return the sums of each part, (parts, outputs, tokens), with the products of two tiles."""
+    if DIRECT > 0:
+        w, x = _operand(w), tl.permute(_operand(x), (0, 2, 1))
+    return tl.dot(w, x, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _operand(tile):
+    """Return a tile as (parts, lines, inputs), its inputs in the order in which matrix units take them.
+
+    Lane ``4 line + q`` of a warp loads the inputs 8 q to 8 q + 7 of a line, 16 bytes, but an ``m16n8k16``
+    takes 2 q, 2 q + 1, 2 q + 8, 2 q + 9 from it. In the same order in both operands, the inputs of a tile may
+    have any; this one leaves each in its thread.
+    """
+    parts: tl.constexpr = tile.shape[1]
+    lines: tl.constexpr = 8 * tile.shape[2]
+    pairs = tl.permute(tile, (1, 2, 0, 3)).reshape(parts, lines, 4, 2, 2, 2)
+    return tl.permute(pairs, (0, 1, 3, 4, 2, 5)).reshape(parts, lines, 32)
 
 
 @triton.jit
@@ -202,7 +258,7 @@ def _linear_window(
     tl.constexpr, HAS_Z: tl.constexpr, CONV: tl.constexpr, W: tl.constexpr, HAS_CONV_BIAS: tl.constexpr, NEXT:
     tl.constexpr, ROUNDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T:
     tl.constexpr, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    TRIGGER: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if TRIGGER == 0:
         start_next(PDL)
@@ -215,22 +271,20 @@ def _linear_window(
     kind = x_ptr.dtype.element_ty
     # Weights and the states of earlier calls are loaded before the input is known.
     # The parts of the input are those of warps, each with its own sums.
-    part, inside = tl.arange(0, SPLIT), tl.arange(0, BLOCK_K)
-    along_w = (part * BLOCK_K)[:, None, None] + inside[None, None, :]
-    along_x = (part * BLOCK_K)[:, None, None] + inside[None, :, None]
-    w_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
-    gate_ptr += (m.to(tl.int64) * K)[None, :, None] + along_w
-    x_ptr += (t.to(tl.int64) * K)[None, None, :] + along_x
-    read, taken = real[None, :, None], used[None, None, :]
-    if AHEAD > 0:
-        w_0 = tl.load(w_ptr, mask=read & (along_w < K), other=0.0)
-        if GATE:
-            v_0 = tl.load(gate_ptr, mask=read & (along_w < K), other=0.0)
-    if AHEAD > 1:
-        second = read & (SPLIT * BLOCK_K + along_w < K)
-        w_1 = tl.load(w_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
-        if GATE:
-            v_1 = tl.load(gate_ptr + SPLIT * BLOCK_K, mask=second, other=0.0)
+    STEP: tl.constexpr = SPLIT * BLOCK_K
+    along, output, token = _along(SPLIT, BLOCK_K, DIRECT), _lines(BLOCK_M, DIRECT), _lines(BLOCK_T, DIRECT)
+    output += tl.program_id(0) * BLOCK_M
+    read = output < M
+    w_ptr += output.to(tl.int64) * K + along
+    gate_ptr += output.to(tl.int64) * K + along
+    along_x = along
+    if DIRECT == 0:
+        along_x, token = tl.permute(along, (0, 2, 1)), tl.permute(token, (0, 2, 1))
+    taken = (token < together) & (tl.program_id(1) * together + token < T)
+    x_ptr += (tl.program_id(1) * together + token).to(tl.int64) * K + along_x
+    w_tiles, v_tiles = _loaded((), w_ptr, read, along, AHEAD, STEP, K), ()
+    if GATE:
+        v_tiles = _loaded((), gate_ptr, read, along, AHEAD, STEP, K)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + m, mask=real, other=0.0).to(tl.float32)
     if GATE and HAS_GATE_BIAS:
@@ -259,10 +313,7 @@ def _linear_window(
     wait_for_previous(PDL)
     if TRIGGER == 1:
         start_next(PDL)
-    if AHEAD > 0:
-        x_0 = tl.load(x_ptr, mask=taken & (along_x < K), other=0.0)
-    if AHEAD > 1:
-        x_1 = tl.load(x_ptr + SPLIT * BLOCK_K, mask=taken & (SPLIT * BLOCK_K + along_x < K), other=0.0)
+    x_tiles = _loaded((), x_ptr, taken, along_x, AHEAD if DIRECT == 0 else DIRECT, STEP, K)
     # What follows the product is loaded before it, which hides its latency.
     added = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
     if HAS_U:
@@ -275,26 +326,45 @@ def _linear_window(
         squares = tl.load(squares_ptr + t[:, None] * PARTS + piece[None, :], mask=mask, other=0.0)
     total = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
     gate = tl.zeros((SPLIT, BLOCK_M, BLOCK_T), tl.float32)
-    for first in tl.range(AHEAD * SPLIT * BLOCK_K, K, SPLIT * BLOCK_K, num_stages=STAGES):
-        x = tl.load(x_ptr + first, mask=taken & (first + along_x < K), other=0.0)
-        w = tl.load(w_ptr + first, mask=read & (first + along_w < K), other=0.0)
-        total = tl.dot(w, x, total, input_precision=PRECISION)
+    if DIRECT > 0:
+        if TRIGGER == 2:
+            start_next(PDL)
+        y = tl.zeros((BLOCK_M, BLOCK_T), tl.float32)
+        g = y
+        for first in tl.static_range(0, (K + STEP - 1) // STEP, DIRECT):
+            x_tiles = _loaded(x_tiles, x_ptr, taken, along, first + 2 * DIRECT, STEP, K)
+            w_tiles = _loaded(w_tiles, w_ptr, read, along, first + 2 * DIRECT, STEP, K)
+            if GATE:
+                v_tiles = _loaded(v_tiles, gate_ptr, read, along, first + 2 * DIRECT, STEP, K)
+            # Always: without a block of their own the assembler mixes products with the loads before them,
+            # so that few loads run at a time. It needs the sums to be part of a short block.
+            if T > 0:
+                for tile in tl.static_range(first, first + DIRECT):
+                    if tile * STEP < K:
+                        total = _product(w_tiles[tile], x_tiles[tile], total, PRECISION, DIRECT)
+                        if GATE:
+                            gate = _product(v_tiles[tile], x_tiles[tile], gate, PRECISION, DIRECT)
+                if (first + DIRECT) * STEP >= K:
+                    y = tl.sum(total, axis=0)
+                    if GATE:
+                        g = tl.sum(gate, axis=0)
+    else:
+        for first in tl.range(AHEAD * STEP, K, STEP, num_stages=STAGES):
+            x = tl.load(x_ptr + first, mask=taken & (first + along_x < K), other=0.0)
+            w = tl.load(w_ptr + first, mask=read & (first + along < K), other=0.0)
+            total = _product(w, x, total, PRECISION, DIRECT)
+            if GATE:
+                v = tl.load(gate_ptr + first, mask=read & (first + along < K), other=0.0)
+                gate = _product(v, x, gate, PRECISION, DIRECT)
+        if TRIGGER == 2:
+            start_next(PDL)
+        for tile in tl.static_range(AHEAD):
+            total = _product(w_tiles[tile], x_tiles[tile], total, PRECISION, DIRECT)
+            if GATE:
+                gate = _product(v_tiles[tile], x_tiles[tile], gate, PRECISION, DIRECT)
+        y = tl.sum(total, axis=0)
         if GATE:
-            v = tl.load(gate_ptr + first, mask=read & (first + along_w < K), other=0.0)
-            gate = tl.dot(v, x, gate, input_precision=PRECISION)
-    if TRIGGER == 2:
-        start_next(PDL)
-    if AHEAD > 0:
-        total = tl.dot(w_0, x_0, total, input_precision=PRECISION)
-        if GATE:
-            gate = tl.dot(v_0, x_0, gate, input_precision=PRECISION)
-    if AHEAD > 1:
-        total = tl.dot(w_1, x_1, total, input_precision=PRECISION)
-        if GATE:
-            gate = tl.dot(v_1, x_1, gate, input_precision=PRECISION)
-    y = tl.sum(total, axis=0)
-    if GATE:
-        g = tl.sum(gate, axis=0)
+            g = tl.sum(gate, axis=0)
     if PARTS > 0:
         divisor = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / norm_width + eps)
         y *= divisor[None, :]
