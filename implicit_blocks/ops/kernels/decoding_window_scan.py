@@ -18,7 +18,7 @@ from implicit_blocks.ops.kernels.decoding_mamba2 import ScanTiles
 from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
-TILES = ScanTiles(16, 4)
+TILES = ScanTiles(16, 8)
 
 
 def scan_window(
@@ -79,7 +79,6 @@ def scan_window(
             channels,
             triton.cdiv(channels, parts),
             L=length,
-            BLOCK_L=max(16, triton.next_power_of_2(length)),  # rows of a product of matrix units
             H=heads,
             P=head_dim,
             N=d_state,
@@ -87,8 +86,8 @@ def scan_window(
             W=inputs.taps,
             BLOCK_W=triton.next_power_of_2(max(1, inputs.taps - 1)),
             NORM=norm_I is not None,
-            PRECISION="tf32x3",  # as exact as float32 up to its last bits
-            SPLIT=max(1, min(TILES.warps, d_state // 16)),
+            LANES=min(32, d_state),
+            WARPS=TILES.warps,
             BLOCK_P=part,
             BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
             **overlapping(device),
@@ -102,9 +101,9 @@ def scan_window(
 @triton.jit
 def _scan_window(
     p_ptr, rows_ptr, commits_ptr, h_ptr, a_log_ptr, d_ptr, norm_ptr, out_ptr, squares_ptr, entries_ptr,
-    taps_ptr, own_ptr, U, C, share, L: tl.constexpr, BLOCK_L: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
-    N: tl.constexpr, G: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, NORM: tl.constexpr, PRECISION:
-    tl.constexpr, SPLIT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    taps_ptr, own_ptr, U, C, share, L: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
+    G: tl.constexpr, W: tl.constexpr, BLOCK_W: tl.constexpr, NORM: tl.constexpr, LANES: tl.constexpr,
+    WARPS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
     head = tl.program_id(0) // (P // BLOCK_P)
@@ -112,10 +111,13 @@ def _scan_window(
     row = tl.program_id(1).to(tl.int64)
     inner: tl.constexpr = H * P
     slot = tl.load(rows_ptr + row)
-    width, token = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_L)
-    # The parts of a state are those of warps, each with its own sums.
-    state = (tl.arange(0, SPLIT) * (N // SPLIT))[:, None, None] + tl.arange(0, N // SPLIT)[None, None, :]
-    place = h_ptr + (slot * H + head) * P * N + width[None, :, None] * N + state
+    # A state in registers: some of N in each thread, the others in the lanes of a warp, some of P in each
+    # warp. Everything is loaded as the threads need it, so that nothing is exchanged but sums of squares.
+    lane = tl.arange(0, LANES)[None, :, None, None]
+    warp = tl.arange(0, WARPS)[None, None, :, None] * (BLOCK_P // WARPS)
+    width = part * BLOCK_P + warp + tl.arange(0, BLOCK_P // WARPS)[None, None, None, :] + lane * 0
+    state = tl.arange(0, N // LANES)[:, None, None, None] + lane * (N // LANES)
+    place = h_ptr + (slot * H + head) * P * N + width * N + state
     h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
     rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     skip = tl.load(d_ptr + head).to(tl.float32)
@@ -124,42 +126,32 @@ def _scan_window(
         norm = tl.load(norm_ptr + head * P + width).to(tl.float32)
     wait_for_previous(PDL)  # for the projection; the state is that of an earlier call
     commits = tl.load(commits_ptr + row)
-    used = token < L
     p_ptr += row * L * U
-    line = p_ptr + token[:, None] * U
-    wide = used[:, None]
-    # Unused tokens become 0 after all loads: a change of layout after each would make the next one wait.
-    group = p_ptr + token[None, :, None] * U + 2 * inner + head // (H // G) * N + state
-    gate = tl.load(line + (head * P + width)[None, :], mask=wide)
-    x = tl.load(line + (inner + head * P + width)[None, :], mask=wide)
-    B = tl.load(group, mask=used[None, :, None])
-    c = tl.load(group + G * N, mask=used[None, :, None])
-    dt = tl.load(p_ptr + token * U + 2 * inner + 2 * G * N + head, mask=used)
-    gate = tl.where(wide, gate, 0.0)
-    x = tl.where(wide, x, 0.0)
-    B = tl.where(used[None, :, None], B, 0.0)
-    c = tl.where(used[None, :, None], c, 0.0)
-    dt = tl.where(used, dt, 0.0)
-    # y_j = exp(s_j) C_j h + Σ_{i ≤ j} exp(s_j − s_i) dt_i (C_j B_i) x_i, with s_j = A (dt_0 + … + dt_j).
-    # Later tokens have factors of 0. Because 0 · NaN is NaN, an x that is not finite is replaced by 0, and
-    # its step by NaN, which is selected, not multiplied by 0.
-    finite = tl.abs(x) < float("inf")
-    dt = tl.where(tl.max((finite == 0).to(tl.int32), axis=1) > 0, float("nan"), dt)
-    causal = token[:, None] >= token[None, :]
-    sums = tl.sum(tl.where(causal, dt[None, :], 0.0), axis=1) * rate
-    factors = tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)) * dt[None, :]
-    products = tl.dot(c, tl.permute(B, (0, 2, 1)), input_precision=PRECISION)
-    products = tl.where(causal[None, :, :], products * factors[None, :, :], 0.0)
-    y = tl.dot(c, tl.permute(h, (0, 2, 1)), input_precision=PRECISION) * tl.exp(sums)[None, :, None]
-    inputs = tl.broadcast_to(tl.where(finite, x, 0.0)[None, :, :], (SPLIT, BLOCK_L, BLOCK_P))
-    y = tl.sum(tl.dot(products, inputs, y, input_precision=PRECISION), axis=0)
-    y = (y + skip * x) * gate
-    index = row * L + token
-    tl.store(squares_ptr + index * tl.num_programs(0) + tl.program_id(0), tl.sum(y * y, axis=1), mask=used)
-    if NORM:
-        y *= norm[None, :]
-    target = out_ptr + index[:, None] * inner + (head * P + width)[None, :]
-    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=wide)
+    gates, inputs, Bs, cs, steps = (), (), (), (), ()
+    for token in tl.static_range(L):
+        gates += (tl.load(p_ptr + token * U + head * P + width),)
+        inputs += (tl.load(p_ptr + token * U + inner + head * P + width),)
+        group = p_ptr + token * U + 2 * inner + head // (H // G) * N + state
+        Bs += (tl.load(group),)
+        cs += (tl.load(group + G * N),)
+        steps += (tl.load(p_ptr + token * U + 2 * inner + 2 * G * N + head),)
+    # Otherwise the assembler moves some of these loads behind what needs the others, and that before them.
+    tl.debug_barrier()
+    if U > 0:  # always
+        squares = tl.zeros((1, LANES, WARPS), tl.float32)
+        for token in tl.static_range(L):
+            h = h * tl.exp(steps[token] * rate) + inputs[token] * steps[token] * Bs[token]
+            y = tl.sum(tl.sum(h * cs[token], axis=0), axis=0)[None, None, :, :]
+            y = (y + skip * inputs[token]) * gates[token]
+            squares = tl.where(tl.arange(0, LANES)[None, :, None] == token, tl.sum(y * y, axis=3), squares)
+            if NORM:
+                y *= norm
+            target = out_ptr + (row * L + token) * inner + head * P + width
+            tl.store(target, y.to(out_ptr.dtype.element_ty), mask=lane == 0)
+            tl.store(place, h.to(h_ptr.dtype.element_ty), mask=token + 1 == commits)
+        number = tl.arange(0, LANES)
+        target = squares_ptr + (row * L + number) * tl.num_programs(0) + tl.program_id(0)
+        tl.store(target, tl.sum(tl.sum(squares, axis=2), axis=0), mask=number < L)
     if commits > 0:
         # The last inputs of the convolution, old ones and the window's own.
         first = tl.program_id(0) * share
@@ -169,14 +161,6 @@ def _scan_window(
         old = taps_ptr + (slot * W + (entry + 1 + tap + commits) % W) * C + channel
         own = own_ptr + (row * L + commits + tap - (W - 1)) * C + channel
         old, own = tl.load(old, mask=mine & kept), tl.load(own, mask=mine & (kept == 0))
-        taken = token < commits
-        total = tl.sum(tl.where(taken, dt, 0.0), axis=0) * rate
-        shares = tl.where(taken, tl.exp(tl.where(taken, total - sums, 0.0)) * dt, 0.0)
-        scaled = tl.trans(tl.where(taken[:, None], x * shares[:, None], 0.0))
-        scaled = tl.broadcast_to(scaled[None, :, :], (SPLIT, BLOCK_P, BLOCK_L))
-        read = tl.where(taken[None, :, None], B, 0.0)
-        h = tl.dot(scaled, read, h * tl.exp(total), input_precision=PRECISION)
-        tl.store(place, h.to(h_ptr.dtype.element_ty))
         tl.debug_barrier()  # each entry has been read before another one replaces it
         replaced = taps_ptr + (slot * W + (entry + 1 + tap) % W) * C + channel
         tl.store(replaced, tl.where(kept, old, own), mask=mine)
