@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import tempfile
 from collections import defaultdict
@@ -63,7 +64,7 @@ def main() -> None:
 
 @torch.no_grad()
 def measure(model: Any, kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    call = call_of(model, kind, arguments)
+    call = call_of(decoder_of(model, kind, arguments))
     if arguments.device != "cuda":
         call()
         return {}
@@ -83,10 +84,11 @@ def measure(model: Any, kind: str, arguments: argparse.Namespace) -> dict[str, A
     return found
 
 
-def call_of(model: Any, kind: str, arguments: argparse.Namespace) -> Callable[[], None]:
-    """Return a call that changes nothing that is committed."""
+def decoder_of(model: Any, kind: str, arguments: argparse.Namespace) -> ContinuousDecoder:
+    """Return a decoder whose calls change nothing that is committed."""
     in_flight = int(kind) if kind.isdigit() else 1
-    with torch.autocast(arguments.device, dtype=torch.bfloat16):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # which has no bfloat16
+    with torch.autocast(arguments.device, dtype=torch.bfloat16, enabled=not interpreted):
         decoder = ContinuousDecoder(
             model,
             max_batch_size=1,
@@ -106,10 +108,16 @@ def call_of(model: Any, kind: str, arguments: argparse.Namespace) -> Callable[[]
     for _ in range(in_flight + 1):
         decoder.step()
     batch.busy_S.fill_(False)  # calls change nothing that is committed
+    return decoder
+
+
+def call_of(decoder: ContinuousDecoder) -> Callable[[], None]:
+    """Return a call of the map on the decoder's text."""
+    batch = decoder.batch
     rows_R = batch.places("step", 1).rows_R
     if decoder.wavefront is not None:
         wavefront = decoder.wavefront
-        assert wavefront.whole is not None or arguments.device == "cpu"
+        assert wavefront.whole is not None or batch.device.type == "cpu"
         results, whole = wavefront.results(1), wavefront.whole
         run = wavefront._call if whole is None else whole.call
         return lambda: in_precision(decoder, lambda: run(rows_R, results))
