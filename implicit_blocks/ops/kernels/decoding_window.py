@@ -292,6 +292,7 @@ def _linear_window(
     if NEXT:
         next_norm = tl.load(next_norm_ptr + m, mask=real, other=0.0).to(tl.float32)
     if CONV:
+        tl.debug_barrier()  # otherwise the assembler loads the weights after what depends on the slot
         channel = m - inner
         convolved = real & (channel >= 0) & (channel < C)
         stepped = real & (channel >= C)
@@ -304,12 +305,13 @@ def _linear_window(
         entry = tl.load(entries_ptr + slot, mask=used, other=0)
         in_row = convolved[:, None] & used[None, :]
         earlier = tl.zeros((BLOCK_M, BLOCK_T), tl.float32) + earlier[:, None]
+        scales = ()
         for tap in tl.static_range(W - 1):  # the inputs of committed tokens
-            scale = tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
+            scales += (tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32),)
             at = (slot * W + (entry + 1 + tap + number) % W) * C
             before = (number + tap < W - 1)[None, :] & in_row
             value = tl.load(taps_ptr + at[None, :] + channel[:, None], mask=before, other=0.0)
-            earlier += value.to(tl.float32) * scale[:, None]
+            earlier += value.to(tl.float32) * scales[tap][:, None]
     wait_for_previous(PDL)
     if TRIGGER == 1:
         start_next(PDL)
@@ -383,11 +385,10 @@ def _linear_window(
         own = own.to(tl.float32)
         y = y * newest[:, None] + earlier
         for tap in tl.static_range(W - 1):
-            scale = tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
             source = tl.maximum(column - (W - 1 - tap), 0)  # each token reads those before it
             value = tl.gather(own, tl.broadcast_to(source[None, :], (BLOCK_M, BLOCK_T)), 1)
             after = (number + tap >= W - 1)[None, :] & in_row
-            y += tl.where(after, value, 0.0) * scale[:, None]
+            y += tl.where(after, value, 0.0) * scales[tap][:, None]
         softplus = tl.where(y > 20.0, y, tl.log(1.0 + tl.exp(y)))
         y = tl.where((channel >= C)[:, None], softplus, y * tl.sigmoid(y))
     if ROUNDED:
