@@ -4,9 +4,8 @@
     TRITON_INTERPRET=1 python benchmarks/decoding_tiles.py --tiny       # check that it runs, without a GPU
 
 Random weights in bfloat16, one row, ``--context`` tokens. A call on ``--tokens`` tokens in flight is captured
-as a graph with the tiles of ``tiles_of`` (*before*), and with those of ``STARTS``, whose operands stay in
-registers (*direct*). From the faster of them, the tiles of each product in turn are replaced by each of
-``CANDIDATES``; the graphs of both calls are replayed alternately, and what is faster by ``LEAST`` is kept.
+as a graph with the tiles of ``tiles_of`` (*before*), and with those of each product in turn replaced by each
+of ``CANDIDATES``; the graphs of both calls are replayed alternately, and what is faster by ``LEAST`` is kept.
 The ratio is that to a call on one token. ``logits_error`` is the distance of the logits from those before,
 relative to their length: rounding alone makes it 0.01 or so. Results are written after each row.
 
@@ -59,15 +58,6 @@ class Product:
 NARROW = [
     Product(16, 8, 8), Product(8, 4, 16), Product(8, 4, 4), Product(8, 4, 8, 8), Product(8, 8, 8, 4),
 ]  # fmt: skip
-STARTS = {
-    "in": Product(8, 8, 8),
-    "gate": Product(8, 8, 8),
-    "added 2048": Product(8, 8, 8),
-    "added 4096": Product(8, 8, 4),
-    "added 5504": Product(8, 8, 4, 16),
-    "conv": Product(8, 4, 16, trigger=2),
-    "head": Product(8, 8, 8),
-}
 CANDIDATES: dict[str, list[Product]] = {
     "gate": [
         Product(16, 8, 8), Product(8, 4, 4, 8), Product(8, 8, 8, 4), Product(8, 4, 4, 4), Product(8, 4, 16),
@@ -114,9 +104,6 @@ def main() -> None:
     for name in arguments.models:  # the first rows of all models, before any search
         with table.failures(name):
             searches.append(Search(name, table, arguments))
-    for search in searches:
-        with table.failures(search.name):
-            search.begin()
     for number, search in enumerate(searches):
         left = began + arguments.seconds - time.monotonic()
         with table.failures(search.name):
@@ -185,7 +172,7 @@ class Search:
         self.name, self.table, self.arguments = name, table, arguments
         self.modules: tuple[Any, Any] = decoding_window, decoding_window_scan
         self.linear_window, self.scan = decoding_window.linear_window, decoding_window_scan.TILES
-        self.products: dict[str, None] = {}
+        self.products: dict[str, Any] = {}
         model = built(name, arguments)
         self.decoders = [prepared(model, count, arguments) for count in (1, arguments.tokens)]
         self.one, self.many = (call_of(decoder) for decoder in self.decoders)
@@ -197,24 +184,6 @@ class Search:
         self.row("1 token", times["one"], {})
         self.row(f"{arguments.tokens} tokens, before", times["before"], {})
         self.best: tuple[Chosen, Replay] = ({}, before)
-
-    def begin(self) -> None:
-        """Replace the tiles of all products at once."""
-        chosen, best = self.starts(), self.best[1]
-        direct = self.replay(chosen)
-        times = self.alternately({"one": self.single, "best": best, "direct": direct})
-        self.single_ms = times["one"]
-        name = f"{self.arguments.tokens} tokens, direct"
-        self.row(name, times["direct"], chosen, self.error(direct), best=times["best"])
-        if times["direct"] < times["best"]:
-            self.best = chosen, direct
-
-    def starts(self) -> Chosen:
-        return {
-            name: start.tiles()
-            for name in self.products
-            if (start := TINY[0] if self.arguments.tiny else STARTS.get(name)) is not None
-        }
 
     def run(self, until: float) -> None:
         """Replace the tiles of each product in turn, as long as there is time."""
@@ -231,10 +200,8 @@ class Search:
 
     def attempt(self, product: str, tiles: Any) -> None:
         chosen, best = self.best
-        changed = {name: each for name, each in chosen.items() if name != product}
-        if tiles is not None:
-            changed[product] = tiles
-        if changed == chosen:
+        changed = chosen | {product: tiles}
+        if tiles == chosen.get(product, self.products.get(product)):
             return
         other = self.replay(changed)
         times = self.alternately({"best": best, "other": other})
@@ -247,21 +214,20 @@ class Search:
         gc.collect()
 
     def candidates(self) -> Iterator[tuple[str, Any]]:
-        """Yield products, the largest first, and their tiles; None: those before."""
+        """Yield products, the largest first, and their tiles."""
         largest = ("gate", "added 5504", "conv", "added 4096", "in", "added 2048", "head")
         products = [name for name in self.products if name != "in" or "conv" not in self.products]
         products.sort(key=lambda name: largest.index(name) if name in largest else 9)
         for product in products:
             for each in TINY if self.arguments.tiny else CANDIDATES.get(product, []):
                 yield product, each.tiles()
-            yield product, None
         if "conv" in self.products:
             for features, warps in SCANS[:1] if self.arguments.tiny else SCANS:
                 yield "scan", type(self.scan)(features, warps)
         for product in products:  # where the next kernel may start
             for trigger in (1, 2):
-                tiles = self.best[0].get(product)
-                if tiles is not None and tiles.direct and tiles.trigger != trigger:
+                tiles = self.best[0].get(product, self.products[product])
+                if tiles.trigger != trigger:
                     yield product, tiles._replace(trigger=trigger)
 
     def replay(self, chosen: Chosen, call: Callable[[], None] | None = None) -> Replay:
@@ -288,7 +254,7 @@ class Search:
 
         def linear_window(x: Any, weight: Any, *others: Any, **options: Any) -> Any:
             product = product_of(weight, options)
-            self.products.setdefault(product)
+            self.products[product] = default_tiles(x.value_TK, weight, options)
             return self.linear_window(x, weight, *others, **(options | {"tiles": chosen.get(product)}))
 
         window, scan = self.modules
@@ -323,6 +289,15 @@ class Search:
         numbers = {"ms": round(ms, 4), "ratio": round(ms / self.single_ms, 3)}
         known = {product: list(each) for product, each in tiles.items()}
         self.table.add(model=self.name, name=name, **numbers, tiles=known, logits_error=error, **more)
+
+
+def default_tiles(x: torch.Tensor, weight: torch.Tensor, options: dict[str, Any]) -> Any:
+    """Return the tiles that a product has without a choice."""
+    from implicit_blocks.ops.kernels.decoding_window import tiles_of
+
+    kinds = {"gate": options.get("gate_MK") is not None, "conv": options.get("conv") is not None}
+    outputs, width = weight.shape
+    return tiles_of(outputs, width, len(x), wide=x.dtype.itemsize > 2, **kinds)
 
 
 def product_of(weight: torch.Tensor, options: dict[str, Any]) -> str:

@@ -76,20 +76,34 @@ class Tiles(NamedTuple):
     direct: int = 0
 
 
-def tiles_of(width: int, *, wide: bool, gate: bool, conv: bool) -> Tiles:
+def tiles_of(outputs: int, width: int, tokens: int, *, wide: bool, gate: bool, conv: bool) -> Tiles:
     """Return the tiles of a product, by measurements of whole calls (benchmarks/NOTES.md).
 
     Args:
+        outputs: of all programs.
         width: of the inputs.
+        tokens: of the call.
         wide: for operands of more than 16 bits.
         gate: for two matrices.
         conv: with a convolution of the result.
 
     """
-    block = max(16, min(64, triton.next_power_of_2(triton.cdiv(width, 4))))
-    if wide:
-        return Tiles(inputs=block, stages=2)
-    return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=2 if conv else 0)
+    if wide or tokens > 4 or not 2048 <= width <= 5632:  # not measured with operands in registers
+        block = max(16, min(64, triton.next_power_of_2(triton.cdiv(width, 4))))
+        if wide:
+            return Tiles(inputs=block, stages=2)
+        return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=2 if conv else 0)
+    if gate or conv:
+        return _direct(8, 4, 4, ahead=4 if gate else 16, trigger=2 if conv else 0)
+    if width > 4096:
+        return _direct(16, 8, 8, ahead=22)
+    if width > 2048:
+        return _direct(8, 8, 4, ahead=16)
+    return _direct(8, 4, 16, ahead=16) if outputs > 4096 else _direct(8, 8, 8, ahead=8)
+
+
+def _direct(outputs: int, warps: int, at_once: int, *, ahead: int, trigger: int = 0) -> Tiles:
+    return Tiles(outputs, warps, 32, 0, warps, ahead, trigger, at_once)
 
 
 def linear_window(
@@ -135,8 +149,9 @@ def linear_window(
     tokens, width = x.value_TK.shape
     outputs, device = weight_MK.shape[0], x.value_TK.device
     half = x.value_TK.dtype.itemsize <= 2
-    chosen = tiles or tiles_of(width, wide=not half, gate=gate_MK is not None, conv=conv is not None)
     columns = min(max(triton.next_power_of_2(tokens), COLUMNS[0]), COLUMNS[1])
+    gate, prepares = gate_MK is not None, conv is not None
+    chosen = tiles or tiles_of(outputs, width, tokens, wide=not half, gate=gate, conv=prepares)
     together = columns // length * length  # whole windows
     programs = triton.cdiv(outputs, chosen.outputs)
     out = torch.empty(tokens, outputs, dtype=dtype, device=device) if out_TM is None else out_TM
@@ -174,11 +189,11 @@ def linear_window(
             PARTS=parts,
             BLOCK_X=1 if parts == 0 else triton.next_power_of_2(parts),
             HAS_BIAS=bias_M is not None,
-            GATE=gate_MK is not None,
+            GATE=gate,
             HAS_GATE_BIAS=gate_bias_M is not None,
             HAS_U=u_TM is not None,
             HAS_Z=z_TM is not None,
-            CONV=conv is not None,
+            CONV=prepares,
             W=1 if conv is None else conv.inputs.taps,
             HAS_CONV_BIAS=conv is not None and conv.inputs.conv_bias_C is not None,
             NEXT=next_norm_M is not None,
