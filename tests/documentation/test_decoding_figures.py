@@ -27,6 +27,15 @@ def times_of_calls():
     return found
 
 
+def times_of_windows():
+    """Return the milliseconds of calls on 1 and 4 tokens with the best tiles of the search, by model."""
+    rows = {(NAMES[row["model"]], row["name"]): row["ms"] for row in results("decoding_window_tiles")["rows"]}
+    return [
+        {name: rows[name, call] for name in ("Llama", "Mamba2")}
+        for call in ("1 token, at the end", "4 tokens, best")
+    ]
+
+
 def both(values, pattern="{} and {}", digits=2):
     return pattern.format(*(f"{values[name]:.{digits}f}" for name in ("Llama", "Mamba2")))
 
@@ -34,7 +43,8 @@ def both(values, pattern="{} and {}", digits=2):
 def test_times_of_calls():
     page, notes, overview = words("docs/decoding.md"), words("benchmarks/NOTES.md"), words("docs/results.md")
     times = times_of_calls()
-    one, four, eight, int8, fp8 = (times[kind] for kind in ("1", "4", "8", "int8", "fp8"))
+    one, before, eight, int8, fp8 = (times[kind] for kind in ("1", "4", "8", "int8", "fp8"))
+    alone, four = times_of_windows()
     assert both(one, "a call on one token takes {} ms (Llama) and {} ms (Mamba2), on 4 tokens") in page
     assert (
         both(four, "the choice of tokens, {} and {} ms,") + both(eight, " and on 8 tokens {} and {} ms")
@@ -46,17 +56,50 @@ def test_times_of_calls():
     assert f"reads int8 weights takes {' and '.join(instead)}, with 8-bit floats {both(fp8)} ms" in page
     assert both(one, "A single call takes {} and {} ms") in overview
     assert both(int8, "with int8 weights {} and {} ms") in overview
-    ratios = [{name: call[name] / one[name] for name in one} for call in (four, eight)]
+    ratios = [
+        {name: call[name] / single[name] for name in single}
+        for call, single in ((four, alone), (eight, one), (before, one))
+    ]
     assert (
         both(ratios[0], "takes {} (Llama) and {} times (Mamba2) as long as one with a single token") in notes
     )
-    assert both(ratios[1], "with 8 in flight {} and {} times") in notes
-    assert {f"{ratio:.1f}" for of in ratios for ratio in of.values()} == {"1.3", "1.4"}
-    assert "1.3 to 1.4 times as long" in page
+    instead = [f"{four[name]:.2f} instead of {alone[name]:.2f}" for name in alone]
+    assert f"{instead[0]} ms and {instead[1]} on an H200" in notes
+    assert f"{before['Mamba2']:.2f} for Mamba2 the day before ({ratios[2]['Mamba2']:.2f} times;" in notes
+    assert both(ratios[1], "8 tokens in flight it takes {} and {} times as long") in notes
+    assert {f"{ratio:.1f}" for of in ratios[:2] for ratio in of.values()} == {"1.2", "1.3", "1.4"}
+    assert "1.2 to 1.4 times as long" in page
     quick = both(int8, "int8 takes {} (Llama) and {} ms (Mamba2),") + both(fp8, " 8-bit floats {} and {},")
     assert quick + both(one, " full precision {} and {} ") in notes
     shares = [100 * call[name] / one[name] for call in (int8, fp8) for name in one]
     assert f"takes {min(shares):.0f} to {max(shares):.0f} % of the time" in words("CHANGELOG.md")
+
+
+def test_tiles_of_windows():
+    notes, stored = words("benchmarks/NOTES.md"), results("decoding_window_tiles")
+    (single, before), base = stored["before"]["rows"], stored["base"]["rows"]
+    assert (single["model"], single["call"], before["call"]) == ("llama_1.3b", "1", "4")
+    ratio = before["ms overlapping"] / single["ms overlapping"]
+    text = f"{before['ms overlapping']:.2f} ms for Llama on the same card ({ratio:.2f} times)"
+    assert text in notes
+    eight, four = (
+        next(row for row in base if (row["model"], row["call"]) == ("llama_1.3b", call)) for call in "84"
+    )
+    text = (
+        f"8 tokens took {eight['ms overlapping']:.2f} ms with other tiles than the present ones, with which"
+    )
+    assert f"{text} 4 took {four['ms overlapping']:.2f} (Llama" in notes
+    times = {
+        (product, *tiles): row["ms"]
+        for row in stored["rows"]
+        for product, tiles in row["tiles"].items()
+        if row["name"].startswith(f"{product}:")
+    }
+    gate = [times["gate", 8, 4, 32, 0, 4, ahead, 0, direct] for ahead, direct in ((8, 4), (4, 4), (99, 16))]
+    text = "{:.2f} with (8, 4, 4, 8), {:.2f} with (8, 4, 4, 4), {:.2f} with (8, 4, 16, 16)"
+    assert text.format(*gate) in notes
+    conv = times["conv", 8, 4, 32, 0, 4, 99, 2, 4], times["conv", 8, 8, 32, 0, 8, 99, 2, 8]
+    assert f"{conv[0]:.2f} with (8, 4, 4, 16), {conv[1]:.2f} with 8 warps" in notes
 
 
 def test_tokens_per_second_with_tokens_in_flight():

@@ -257,19 +257,28 @@ def test_outcomes_of_the_gpu_tests():
     )
     assert f"all {ran} GPU tests in one run" in page
     text = f"{counts['passed']} passed, {counts['skipped']} were skipped with their reasons"
-    assert f"{text} (nine of `fla`, four of explicit models, which have no tokens in flight, one of" in page
+    assert (
+        f"{text} (nine of `fla`, eight of models without a search, which have no tokens in flight, one of"
+        in page
+    )
     skipped = {why.split()[0]: 0 for why in found["skipped"]}
     for why, names in found["skipped"].items():
         skipped[why.split()[0]] += len(names)
-    assert skipped == {"fla": 9, "an": 4, "rows": 1}
-    assert f"(2026-11-28, one H200, alone, 16 processes, {run['wall_seconds']:.0f} s)" in notes
-    assert last.startswith("2026-11-28")
-    assert run["command"].endswith("--processes 16")
+    assert skipped == {"fla": 9, "this": 8, "rows": 1}
+    assert f"(2026-11-29, one H200, beside a training, 14 processes, {run['wall_seconds']:.0f} s)" in notes
+    assert last.startswith("2026-11-29")
+    assert run["command"].endswith("--processes 14")
     assert f"of all {ran} tests **{counts['passed']} passed and none failed**" in notes
     assert f"{counts['skipped']} were skipped: seven backward passes of fla" in notes
-    single, windows, others, ends = (
+    single, *windows, ends = (
         found["files"][f"tests/gpu/test_{name}.py"]["passed"]
-        for name in ("step_kernels", "window_kernels", "window_kernels_not_finite", "fused_ends")
+        for name in (
+            "step_kernels",
+            "window_kernels",
+            "window_kernels_not_finite",
+            "window_tiles",
+            "fused_ends",
+        )
     )
-    assert f"{single} of single tokens (`test_step_kernels.py`), {windows + others} of windows" in notes
+    assert f"{single} of single tokens (`test_step_kernels.py`), {sum(windows)} of windows" in notes
     assert f"and {ends} of texts with prelude and coda" in notes
