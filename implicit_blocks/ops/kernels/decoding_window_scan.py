@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.kernels.decoding import PACKED
 from implicit_blocks.ops.kernels.decoding_mamba2 import ScanTiles
 from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
@@ -92,6 +93,8 @@ def scan_window(
             BLOCK_C=triton.next_power_of_2(triton.cdiv(channels, parts)),
             **overlapping(device),
             num_warps=TILES.warps,
+            # Two programs per multiprocessor instead of one with 8 tokens, which does not spill.
+            **({"maxnreg": 128} if PACKED.value and length <= 8 and d_state <= 128 else {}),
         )
     if norm_I is None:
         return Operand(out)
