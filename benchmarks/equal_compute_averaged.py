@@ -28,12 +28,15 @@ from trainer.experiments.equal_compute.tables import at_fixed_point
 
 LONG = "twice the FLOPs"
 """End of the names of parts whose runs have more FLOPs than their size and text would get."""
+OTHER = "other text"
+"""In the names of parts that repeat another one on other text."""
 FILES = {
     "Llama, 0.7 M": "equal_compute_averaged_700k",
     "Llama, 2 M": "equal_compute_averaged_2m",
     "Llama": "equal_compute_averaged",
     "Llama, penalty": "equal_compute_averaged_penalty",
     f"Llama, {LONG}": "equal_compute_averaged_longer",
+    f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
     "Llama, Muon": "equal_compute_averaged_muon",
@@ -41,10 +44,10 @@ FILES = {
     "Llama, weight norm": "equal_compute_averaged_weight_norm",
     "Mamba2": "equal_compute_averaged_mamba2",
     f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
+    f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
     "Mamba2, four times the FLOPs": "equal_compute_averaged_mamba2_longest",
     "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
     "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
-    "Mamba2, 10 M": "equal_compute_averaged_mamba2_10m",
     "once": "equal_compute_once_late",
 }
 """Result files by part of the comparison."""
@@ -60,15 +63,16 @@ EDGES = ("Mamba2, four times the FLOPs", "Mamba2, longer averages")
 GROUPS = {
     "Llama": ("Llama",),
     "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
+    OTHER: (f"Llama, {OTHER}, {LONG}",),
     "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M"),
     "Mamba2": ("Mamba2", f"Mamba2, {LONG}", "Mamba2, four times the FLOPs"),
     "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
     "weight norm": ("Llama, weight norm",),
-    "Mamba2, 10 M": ("Mamba2, 10 M",),
+    "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}",),
     "once": ("once",),
 }
 """Parts whose recipes share a table."""
-ONE_MODEL = ("more passes", "sizes", "Muon")
+ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
 """Groups whose choice was between recipes of one model of each side, which the page has in words."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M")
 """Parts with text and FLOPs in proportion to the size."""
@@ -76,7 +80,8 @@ FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = (
     "model", "width", "parameters", "optimizer", "learning rate", "weight decay", "share", "average", "PFLOP",
-    "choice", "report", "mean", "fixed point", "converged", "8 times the length",
+    "choice", "report", "mean", "fixed point", "converged", "own residual",
+    "8 times the length",
 )  # fmt: skip
 ALWAYS = ("model", "parameters", "choice", "report")
 """Columns of `recipes_table` that are shown even if all rows have the same value."""
@@ -122,7 +127,8 @@ def recipes_table(*parts: Runs) -> str:
 
     Columns in which all rows are equal, or empty, are left out. ``fixed point`` is the change of the
     perplexity from the loops of training to a search in 32 iterations, ``converged`` the share of tokens
-    within a tolerance of 1e-3 by then, both as ranges over the seeds.
+    within a tolerance of 1e-3 by then with all tokens before them, ``own residual`` that of tokens within
+    it themselves, where it was recorded; all as ranges over the seeds.
     """
     rows = [
         _recipe(*one)
@@ -179,8 +185,27 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
         f"{mean_perplexity(runs):.2f}" if len(runs) > 1 else f"{runs[0]['report']:.2f}",
         _range([f"{change:+.1%}" for change in changes]),
         _range([f"{share:.1%}" for share in shares]),
+        _range([f"{share:.2%}" for share in own_residual(runs)]),
         f"{statistics.fmean(ratio):.2f}" if ratio else "",
     )
+
+
+def own_residual(runs: Runs, *, max_iterations: int = 32) -> list[float]:
+    """Return the shares of tokens whose own residual is within the tolerance, sorted; none if not recorded.
+
+    Of the solver with which most tokens converge in 32 iterations (`at_fixed_point`).
+    """
+    shares = []
+    for run in runs:
+        points = [one for one in run["fixed_point"] or () if one.get("token_within") is not None]
+        longest = (one for one in points if one["max_iterations"] == 32)
+        best = max(longest, key=lambda one: one["token_converged"], default=None)
+        shares += [
+            one["token_within"]
+            for one in points
+            if best is not None and (one["solver"], one["max_iterations"]) == (best["solver"], max_iterations)
+        ]
+    return sorted(shares)
 
 
 Rows = tuple[Recipe, list[Mapping[str, Any]]]
@@ -269,8 +294,8 @@ def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, whether they have the penalty, and whether twice the FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight else ""
-    longer = f", {LONG}" if part.endswith(LONG) else ""
-    return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{longer}"
+    added = "".join(f", {name}" for name in (OTHER, LONG) if name in part)
+    return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
 
 def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
@@ -296,22 +321,26 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
 def convergence_table() -> str:
     """Return convergence and longer text of the implicit recipes of the summary in setting (a)."""
     lines: list[tuple[str, ...]] = [
-        ("model", "optimizer", "tokens converged", "at the fixed point", "8 times the length", "missed")
-    ]
+        ("model", "optimizer", "tokens converged", "own residual", "at the fixed point", "8 times the length",
+         "missed")
+    ]  # fmt: skip
     for _, part, (recipe, runs), _ in sorted(
         (one for one in compared() if one[0] == "a"), key=lambda one: one[2][0].optimizer
     ):
         found = [one for one in map(at_fixed_point, runs) if one is not None]
         shares, changes = sorted(share for _, share in found), sorted(change for change, _ in found)
+        own = own_residual(runs)
         long = [run["lengths"] for run in runs if run["lengths"]]
         ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
         missed = {
-            "convergence": shares[0] < CONVERGED,
+            "convergence": shares[0] < CONVERGED and min(own, default=0) < CONVERGED,
+            "convergence with all tokens before": shares[0] < CONVERGED <= min(own, default=0),
             "fixed point": changes[-1] > 0.005,
             "length": bool(ratio) and max(ratio) > LONGER[recipe.family],
         }
         cells = (
             _range([f"{one:.1%}" for one in shares]),
+            _range([f"{one:.2%}" for one in own]),
             _range([f"{one:+.1%}" for one in changes]),
             f"{statistics.fmean(ratio):.2f}" if ratio else "",
             ", ".join(name for name, is_missed in missed.items() if is_missed),

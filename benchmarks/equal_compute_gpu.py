@@ -38,6 +38,7 @@ LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997
 MAMBA2: dict[str, Any] = {"family": "mamba2", "petaflops": 0.82, "average": [0.98, 0.99, 0.995, 0.998]}
 SHORT: list[float] = [0.99, 0.995, 0.998, 0.999]
 LONG: list[float] = [0.998, 0.999, 0.9995]
+LONGEST: list[float] = [0.997, *LONG, 0.9998]
 TINY: dict[str, Any] = {
     "petaflops": 2e-5, "learning_rate": 4e-3, "weight_decay": 1.5, "width": 64, "batch_size": 4, "length": 64,
     "precision": "float32",
@@ -49,9 +50,10 @@ def lists() -> dict[str, Runs]:
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m`` and 2.6 M for the others; those of Mamba2 have
-    a quarter, 1.46 M, and 2.5 M for ``mamba2_10m``. FLOPs are in proportion to text and parameters, but twice
-    that in the lists ``longer`` and four times in ``longest``. Small models have smaller batches, so that
-    they take as many steps. ``mamba2_edges`` has four times the FLOPs, and longer averages.
+    a quarter, 1.46 M, and 2.53 M for ``mamba2_10m_longer``, which has the text of ``longer_other_text``.
+    FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (in
+    ``mamba2_10m_longer`` explicit models have both) and four times in ``longest``. Small models have smaller
+    batches, so that they take as many steps. ``mamba2_edges`` has four times the FLOPs, and longer averages.
     """
     pair = (FOUR, LOOPED)
     muon = {**LLAMA, "optimizer": "muon"}
@@ -74,9 +76,15 @@ def lists() -> dict[str, Runs]:
             *grid(MAMBA2, (FEW,), (4e-3, 2.0)),
             *grid(MAMBA2, (EIGHT, LATE), (8e-3, 2.0)),
         ],
-        "mamba2_10m": grid(
-            {**MAMBA2, "petaflops": 2.4, "width": 352}, (EIGHT, LATE), (4e-3, 2.0), (2e-3, 2.0), (4e-3, 1.0)
-        ),
+        "mamba2_10m_longer": [
+            {**MAMBA2, "width": 352, "average": SHORT, "learning_rate": 4e-3, "seed": seed, **run}
+            for run in (
+                {**LATE, "petaflops": 4.8, "weight_decay": 2.0},
+                {**EIGHT, "petaflops": 4.8, "weight_decay": 4.0},
+                {**EIGHT, "petaflops": 2.4, "weight_decay": 2.0},
+            )
+            for seed in (1, 2, 3)
+        ],
         "mamba2_longer": grid({**MAMBA2, "petaflops": 1.64}, (EIGHT, LATE), (4e-3, 2.0), (4e-3, 4.0)),
         "mamba2_longer_seeds": [
             {**MAMBA2, "petaflops": 1.64, "average": SHORT, "learning_rate": 4e-3, "seed": seed, **shape}
@@ -115,6 +123,16 @@ def lists() -> dict[str, Runs]:
             {**LLAMA, **shape, **tuned, "seed": seed} for seed in (1, 2, 3, 4, 5) for shape in penalized
         ],
         "longer": grid({**LLAMA, "petaflops": 3.66}, penalized, (2e-3, 1.5), (2e-3, 3.0), (1e-3, 3.0)),
+        "longer_other_text": [
+            {**LLAMA, **tuned, "petaflops": 3.66, "average": LONGEST, **shape, "seed": seed}
+            for shape, seeds in (
+                (FOUR, range(6)),
+                (PENALIZED, range(6)),
+                ({**PENALIZED, "residual_weight": 4.0}, range(6)),
+                ({**PENALIZED, "residual_weight": 16.0}, (0,)),
+            )
+            for seed in seeds
+        ],
         "longest": grid({**LLAMA, "petaflops": 7.32}, penalized, (2e-3, 1.5), (2e-3, 3.0)),
         "10m": [{**wide, **tuned, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "10m_longer": [

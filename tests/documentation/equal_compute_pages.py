@@ -21,3 +21,18 @@ def read(name: str) -> list[dict[str, Any]]:
 
 def percent(value: float, digits: int = 1, *, sign: bool = True) -> str:
     return f"{value * 100:{'+' if sign else ''}.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def below(found: dict[str, Any]) -> str:
+    return percent(-found["difference"], sign=False)
+
+
+def interval(found: dict[str, Any]) -> str:
+    """Return the 95 % interval of a difference."""
+    low, high = map(percent, found["interval"])
+    return f"{low} to {high} %"
+
+
+def choice(runs: list[dict[str, Any]]) -> float:
+    mean: float = SEEDS["mean_perplexity"](runs, "choice")
+    return mean

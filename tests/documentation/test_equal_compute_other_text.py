@@ -1,0 +1,211 @@
+"""Statements on the other text, on Mamba2 of 9.6 M and on other pages equal those of the result files."""
+
+import math
+import statistics
+from typing import Any
+
+from tests.documentation.equal_compute_pages import PAGE, ROOT, SEEDS, below, choice, interval, percent
+from trainer.experiments.equal_compute.tables import at_fixed_point
+
+OTHER = "Llama, other text, twice the FLOPs"
+MAMBA2 = "Mamba2, 10 M, twice the FLOPs"
+
+
+def by_penalty(half: dict[str, Any]) -> dict[float, list[dict[str, Any]]]:
+    """Return the reported runs on the other text by penalty; 0: 4 explicit layers."""
+    return {
+        recipe.residual_weight: rows
+        for recipe, rows in half["several_seeds"](OTHER)
+        if sum(recipe.layers) == 4
+    }
+
+
+def on_choice(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return runs with the perplexity on the text of the choice in the place of the reported one."""
+    return [{**run, "report": run["choice"]} for run in runs]
+
+
+def test_the_lead_on_the_other_text(half: dict[str, Any], leads: Any) -> None:
+    runs = by_penalty(half)
+    assert min(runs, key=lambda penalty: choice(runs[penalty])) == 4
+    difference = SEEDS["difference_of_runs"]
+    four, one = (difference(runs[penalty], runs[0]) for penalty in (4, 1))
+    assert four == leads["a", OTHER, "adamw"]
+    text = f"the implicit model is {below(four)} % below the explicit one; with a penalty of 1 it is"
+    assert f"{text} {below(one)} % below (95 % interval: {interval(one)})" in PAGE
+    own = [difference(on_choice(runs[penalty]), on_choice(runs[0])) for penalty in (4, 1)]
+    assert all(found["below_with_every_seed"] for found in own)
+    text = " and ".join(map(below, own))
+    assert f"they are {text} % below, every seed below every explicit one" in PAGE
+    ours, theirs = ([run["report"] for run in runs[penalty]] for penalty in (4, 0))
+    ends = [f"{min(side):.2f} to {max(side):.2f}" for side in (ours, theirs)]
+    first = half["several_seeds"]("Llama, twice the FLOPs")
+    before = [
+        [run["report"] for recipe, rows in first if recipe.side == side for run in rows]
+        for side in ("implicit", "explicit")
+    ]
+    spread = [percent(statistics.stdev(map(math.log, side)), sign=False) for side in (*before, ours, theirs)]
+    text = f"the standard deviations are {spread[0]} % (implicit) and {spread[1]} % (explicit); here they are"
+    assert f"{text} {spread[2]} % (penalty 4, {ends[0]}) and {spread[3]} % ({ends[1]})" in PAGE
+    assert four["interval"][0] < leads["a", "Llama, twice the FLOPs", "adamw"]["interval"][1]
+    assert [sum(mine > other for mine in ours) for other in sorted(theirs)] == [4, 0, 0, 0, 0]
+    text = "One explicit seed is below four of the five implicit ones, which are all below the other four"
+    assert text in PAGE
+    tokens = {
+        round(run["tokens"] / run["epochs"] / 1e6, 2)
+        for part in (OTHER, MAMBA2)
+        for run in half["read"](part)
+    }
+    assert f"on {tokens.pop()} M tokens of 20 other books" in PAGE
+    assert not tokens
+
+
+def test_the_recipes_on_the_other_text_are_not_at_an_edge_of_the_averages(half: dict[str, Any]) -> None:
+    runs = by_penalty(half)
+    assert {half["average_of"](run) for run in runs[0]} == {"0.9995"}
+    assert {half["average_of"](run) for penalty in (1, 4) for run in runs[penalty]} == {"0.998"}
+    assert all(max(run["recipe"]["average"]) == 0.9998 for run in runs[0])
+    assert (
+        "all explicit seeds chose 0.9995 and all implicit ones 0.998, so that neither is at an edge" in PAGE
+    )
+    zero = {
+        run["recipe"]["residual_weight"]: run["choice"]
+        for run in half["choosing"](half["read"](OTHER))
+        if run["side"] == "implicit"
+    }
+    assert set(zero) == {1, 4, 16}
+    assert f"({min(zero.values()):.2f} to {max(zero.values()):.2f})" in PAGE
+
+
+def ends(shares: list[float], digits: int = 1) -> str:
+    return " to ".join(percent(end, digits, sign=False) for end in (min(shares), max(shares)))
+
+
+def test_convergence_on_the_other_text(half: dict[str, Any]) -> None:
+    runs = [run for run in half["read"](OTHER) if run["side"] == "implicit"]
+    own = half["own_residual"]
+    damped = [one for run in runs for one in run["fixed_point"] if one["solver"] == "picard 0.8"]
+    few, many = ([one for one in damped if one["max_iterations"] == count] for count in (16, 32))
+    assert [one["token_within"] for one in many] == [share for run in runs for share in own([run])]
+    within = ends([one["token_within"] for one in many], 2)
+    text = f"{within} % of the tokens of the 13 implicit models, seed 0 included, within the tolerance in 32"
+    assert f"with a damping of 0.8 brings {text}" in PAGE
+    assert f"{ends([share for _, share in map(at_fixed_point, runs)])} % with all tokens before them" in PAGE
+    (strong,) = (run for run in runs if run["recipe"]["residual_weight"] == 16)
+    (plain,) = (
+        one for one in strong["fixed_point"] if (one["solver"], one["max_iterations"]) == ("picard 1", 16)
+    )
+    text = f"In 16 iterations it brings {ends([one['token_within'] for one in few])} % within it"
+    text = (
+        f"{text}; with the penalty of 16 and without damping {percent(plain['token_within'], sign=False)} %"
+    )
+    assert text in PAGE
+    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    assert f"by their own residual {within} % of the tokens are within the tolerance" in notes
+
+
+def test_mamba2_of_9_6_m(half: dict[str, Any], leads: Any) -> None:
+    runs = {
+        (recipe.side, recipe.petaflops): rows
+        for recipe, rows in half["several_seeds"](MAMBA2)
+        if sum(recipe.layers) == 8
+    }
+    ours, less, more = (runs[key] for key in (("implicit", 4.8), ("explicit", 2.4), ("explicit", 4.8)))
+    difference = SEEDS["difference_of_runs"]
+    half_as_many, equal = difference(ours, less), difference(ours, more)
+    assert half_as_many == leads["a", MAMBA2, "adamw"]
+    assert half_as_many["below_with_every_seed"]
+    assert equal["below_with_every_seed"]
+    text = (
+        f"is {below(half_as_many)} % below the explicit one with half of them, which the text of the choice"
+    )
+    text = f"{text} prefers ({choice(less):.2f} instead of {choice(more):.2f}), and {below(equal)} % below"
+    assert f"{text} the one with as many (95 % interval: {interval(equal)}). Every seed is below" in PAGE
+    small = leads["a", "Mamba2, twice the FLOPs", "adamw"]
+    assert half_as_many["difference"] < small["difference"] < half_as_many["interval"][1]
+    assert (
+        f"larger than at 5.8 M, {below(small)} %, but the text differs too, and the intervals overlap" in PAGE
+    )
+    for rows in (ours, less):
+        grid = rows[0]["recipe"]["average"]
+        assert not {half["average_of"](run) for run in rows} & {f"{grid[0]:g}", f"{grid[-1]:g}"}
+    within = [ends(half["own_residual"](ours, max_iterations=count), 2) for count in (32, 16)]
+    text = f"{within[0]} % of the tokens are within the tolerance in 32 iterations, and {within[1]} % in 16"
+    converged = [
+        [
+            one["token_converged"]
+            for run in ours
+            for one in run["fixed_point"]
+            if key == (one["solver"], one["max_iterations"])
+        ]
+        for key in (("picard 0.8", 32), ("picard 0.8", 16))
+    ]
+    assert converged[0] == [share for _, share in map(at_fixed_point, ours)]
+    assert sum(share < 0.99 for share in converged[0]) == 1
+    assert "by Llama and, with one seed of three, by Mamba2 of 9.6 M" in PAGE
+    assert f"{text}; with all tokens before them {ends(converged[0])} % and {ends(converged[1])} %" in PAGE
+
+
+def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None:
+    pages = ("README.md", "docs/language.md", "benchmarks/NOTES.md", "CHANGELOG.md")
+    readme, language, notes, changes = (
+        " ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in pages
+    )
+    penalty, small, wide, mamba2 = (
+        leads["a", part, "adamw"]
+        for part in ("Llama, penalty", *list(half["HALF"])[:2], "Mamba2, twice the FLOPs")
+    )
+    muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
+    once, free = leads["a", "Llama", "adamw"], leads["b", "Llama", "adamw"]
+    other, large = (leads["a", part, "adamw"] for part in (OTHER, MAMBA2))
+    passes = [
+        f"{run['epochs']:.0f}"
+        for part in ("Llama, twice the FLOPs", OTHER)
+        for run in half["reported"](half["read"](part))[-1:]
+    ]
+    both = f"{below(small)} % on one text (95 % interval: {interval(small)}) and"
+    text = f"Llama 5M leads by {both} {below(other)} % on another ({interval(other)}) that it sees"
+    text = f"{text} {' to '.join(passes)} times, Llama 10M by {below(wide)} %, Mamba2 by"
+    assert f"{text} {below(mamba2)} % at 6M ({interval(mamba2)}) and {below(large)} % at 10M" in readme
+    assert f"({interval(large)}). On text seen once none has a lead" in readme
+    text = f"leads by {below(once)} %. With twice the passes it leads by {below(small)} % on one text and by"
+    assert f"{text} {below(other)} % on another, where the 95 % interval includes 0" in language
+    assert f"With Muon the lead is {below(muon[0])} to {below(muon[1])} %" in language
+    text = f"With Mamba2 it is {below(mamba2)} % after twice the passes, which is not significant, and"
+    assert f"{text} {below(large)} % at 9.6 M parameters" in language
+    text = f"at 5.3 M parameters {below(small)} % over the explicit model of equal size on one text"
+    text = f"{text} (95 % interval: {interval(small)}), but {below(other)} % on another ({interval(other)})"
+    assert f"{text}, where not every seed is below every explicit one; {below(wide)} % at 10.2 M" in notes
+    assert f"({interval(wide)}; recipe of 5.3 M)" in notes
+    assert not other["below_with_every_seed"]
+    half_as_many = f"Llama has {below(once)} and {below(leads['a', 'Llama, 10 M', 'adamw'])} %"
+    assert f"{half_as_many}, and {below(free)} % over the best explicit model" in notes
+    assert f"With Muon Llama has {below(muon[0])} %, and {below(muon[1])} % with twice the FLOPs" in notes
+    less = below(leads["a", "Mamba2", "adamw"])
+    assert f"Mamba2 is {less} % below, and {below(mamba2)} % with twice the FLOPs (neither" in notes
+    assert f"(neither significant), {below(large)} % at 9.6 M" in notes
+    text = f"5.3 M parameters is {below(small)} % below the explicit one on one text (95 % interval:"
+    text = f"{text} {interval(small)}) and {below(other)} % on another ({interval(other)}), that of 10.2 M"
+    text = f"{text} {below(wide)} % ({interval(wide)}), with Muon {below(muon[0])} to {below(muon[1])} %, and"
+    assert f"{text} the implicit Mamba2 {below(mamba2)} % (5.8 M) and {below(large)} % (9.6 M)" in changes
+    spec, mamba2_spec = (
+        " ".join(
+            (ROOT / "zoo" / f"books_5m_{name}.yaml").read_text(encoding="utf-8").replace("\n#", "").split()
+        )
+        for name in ("residual", "mamba2_residual")
+    )
+    text = (
+        f"with twice the FLOPs it is {below(mamba2)} % below, and with a width of 352 {below(large)} % below"
+    )
+    assert text in mamba2_spec
+    runs = by_penalty(half)
+    one = SEEDS["difference_of_runs"](runs[1], runs[0])
+    text = (
+        f"another text it is {below(other)} % below with twice the FLOPs and a penalty of 4, {below(one)} %"
+    )
+    assert f"{text} with that of 1 below" in spec
+    assert f"perplexity is {below(penalty)} % below" in spec
+    assert f"and {below(small)} % with twice the FLOPs on the same text" in spec
+    found = [run for run in half["read"]("Llama, penalty") if run["side"] == "implicit"]
+    shares = [percent(end(at_fixed_point(run)[1] for run in found), sign=False) for end in (min, max)]
+    assert f"{shares[0]} to {shares[1]} % of the tokens of five seeds converge" in spec
