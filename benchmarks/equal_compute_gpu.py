@@ -30,6 +30,7 @@ FOUR: dict[str, Any] = {"layers": [0, 4, 0]}
 LOOPED: dict[str, Any] = {"layers": [1, 2, 1], "loops": 3, **END}
 PENALIZED: dict[str, Any] = {**LOOPED, "residual_weight": 1.0}
 EIGHT: dict[str, Any] = {"layers": [0, 8, 0]}
+TWELVE: dict[str, Any] = {"layers": [0, 12, 0]}
 TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
 FEW: dict[str, Any] = {"layers": [3, 2, 3], "loops": 3, **END}
 LATE: dict[str, Any] = {**FEW, "loops_from": 0.5}
@@ -51,8 +52,8 @@ def lists() -> dict[str, Runs]:
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m`` and 2.6 M for the others; those of Mamba2 have
     a quarter, 1.46 M, and 2.53 M for ``mamba2_10m_longer``, which has the text of ``longer_other_text``.
-    FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (in
-    ``mamba2_10m_longer`` explicit models have both) and four times in ``longest``. Small models have smaller
+    FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (explicit models of
+    ``mamba2_10m_longer`` have half of it, too) and four times in ``longest``. Small models have smaller
     batches, so that they take as many steps. ``mamba2_edges`` has four times the FLOPs, and longer averages.
     """
     pair = (FOUR, LOOPED)
@@ -82,6 +83,7 @@ def lists() -> dict[str, Runs]:
                 {**LATE, "petaflops": 4.8, "weight_decay": 2.0},
                 {**EIGHT, "petaflops": 4.8, "weight_decay": 4.0},
                 {**EIGHT, "petaflops": 2.4, "weight_decay": 2.0},
+                {**TWELVE, "petaflops": 2.4, "weight_decay": 2.0},
             )
             for seed in (1, 2, 3)
         ],
