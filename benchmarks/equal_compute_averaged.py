@@ -1,9 +1,10 @@
-"""Tables of the comparison at equal compute, with averaged weights: docs/equal_compute.md.
+"""Tables of the comparison at equal compute, with averaged weights.
 
     python benchmarks/equal_compute_averaged.py [--picture FILE]
 
 Runs with seed 0 chose the recipes; the others are reported. Of the last and the averaged weights each run has
-those that are best on the text of the choice.
+those that are best on the text of the choice. The summary and the table of convergence are in
+docs/equal_compute.md, the others in docs/equal_compute_tables.md.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 
 
 def lists() -> dict[str, Runs]:
-    """Return lists by name: runs of docs/equal_compute.md, and ``tiny``, for testing.
+    """Return lists by name: runs of docs/equal_compute_tables.md, and ``tiny``, for testing.
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m`` and 2.6 M for the others; those of Mamba2 have

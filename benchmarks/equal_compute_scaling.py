@@ -1,4 +1,4 @@
-"""Perplexity against size at equal compute, with a fitted line for each side: docs/equal_compute.md.
+"""Perplexity against size at equal compute, with a fitted line for each side: docs/equal_compute_tables.md.
 
     python benchmarks/equal_compute_scaling.py benchmarks/results/equal_compute_averaged{_700k,_2m,,_10m}.json
 

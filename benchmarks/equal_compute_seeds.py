@@ -1,8 +1,9 @@
-"""Tables of runs with several seeds (`equal_compute_gpu.py`), and their differences: docs/equal_compute.md.
+"""Tables of runs with several seeds (`equal_compute_gpu.py`), and their differences.
 
 python benchmarks/equal_compute_seeds.py benchmarks/results/equal_compute_llama.json [--picture FILE]
 
 With ``--picture`` all runs of the files are drawn; those of recipes with several seeds are filled.
+The tables of last weights are in docs/equal_compute_last_weights.md.
 """
 
 from __future__ import annotations

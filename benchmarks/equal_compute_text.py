@@ -5,8 +5,8 @@
 BOOKS.txt contains books with ``<|endoftext|>`` between them. The seed shuffles them. The first ``--books``
 are the training books: ``train.txt`` has the first nine tenths of each and ``choice.txt`` the rest, by which
 recipes are chosen. ``tokenizer.txt`` has the last books in this order, 24 million characters. The defaults
-give the other text of docs/equal_compute.md, which has the commands that tokenize them. The books of the
-report are a file of their own.
+give the other text of docs/equal_compute_tables.md; docs/equal_compute.md has the commands that tokenize
+them. The books of the report are a file of their own.
 """
 
 from __future__ import annotations

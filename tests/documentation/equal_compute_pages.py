@@ -7,10 +7,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
-PAGE, LAST = (
+MAIN, TABLES, LAST = (
     " ".join((ROOT / "docs" / f"equal_compute{name}.md").read_text(encoding="utf-8").split())
-    for name in ("", "_last_weights")
+    for name in ("", "_tables", "_last_weights")
 )
+PAGE = f"{MAIN} {TABLES}"
+"""The page with the answer and the page with the tables of all comparisons."""
 
 
 def read(name: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The figures with averaged weights on the page on equal compute equal those of the result files."""
+"""The figures with averaged weights on the pages on equal compute equal those of the result files."""
 
 import json
 import runpy
@@ -94,7 +94,7 @@ def test_both_sides_may_use_half_of_the_flops(half: dict[str, Any]) -> None:
     lesser = {part for part in half["HALF"] if not preferred[part, "explicit"]}
     assert lesser == {"Mamba2, twice the FLOPs", "Llama, Muon, twice the FLOPs"}
     assert gains["Mamba2, twice the FLOPs", "implicit"] < 0.001
-    assert "that of [Mamba2](#mamba2) of 5.8 M by less than 0.1 %" in PAGE
+    assert "that of [Mamba2](equal_compute_tables.md#mamba2) of 5.8 M by less than 0.1 %" in PAGE
 
 
 def test_the_lead_grows_with_the_passes(leads: Any, half: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The figures of the page on equal compute equal those of the result files."""
+"""The figures of the pages on equal compute equal those of the result files."""
 
 import json
 import runpy
