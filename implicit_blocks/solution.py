@@ -188,6 +188,11 @@ def norm(x: Tensor) -> Tensor:
     return scaled * largest  # NaN where an entry is infinite
 
 
+def finite_or(value: Tensor, before: Tensor) -> Tensor:
+    """Return the value (..., D), or the point before it where the sum of its features is not finite."""
+    return torch.where(value.sum(-1, keepdim=True).isfinite(), value, before)
+
+
 def difference(z: Tensor, fz: Tensor) -> Tensor:
     """Return ``f(z) − z`` in float32 or better: the difference of two float16 numbers can overflow."""
     if z.dtype.itemsize < 4:

@@ -5,7 +5,7 @@ Shape legend: B batch, L tokens of a window, C core width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.search.loops import LoopCounts
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.search.search import Search, solve_fixed_point
-from implicit_blocks.solution import Solution
+from implicit_blocks.solution import Solution, finite_or
 from implicit_blocks.specs import Stopping
 from implicit_blocks.specs.families import ExitSpec
 
@@ -71,10 +71,11 @@ def solve_window(
     solution = _solve(model, f, start_BLC, plan, exit=exit, final_call=final_call)
     if not final_call:
         return solution, states
-    z_BLC, states = _finish(f, solution.z, states, commit=commit, looped=loops is not None)
-    solution = solution.with_value(z_BLC)
+    mapped_BLC, states = f.commit(solution.z) if commit else (f(solution.z), states)
     if loops is not None:
-        solution = _with_last_loop(solution, loops.maximum, trajectory=plan.trajectory)
+        return _with_last_loop(model, f, solution, mapped_BLC, plan), states
+    if not torch.is_grad_enabled():  # otherwise the value is the gradient estimator's
+        solution = solution.with_value(finite_or(mapped_BLC, solution.z))
     return solution, states
 
 
@@ -205,31 +206,36 @@ def _take_loops_with_states(
     return solution, tuple(after) if commit else states
 
 
-def _finish(
-    f: BoundMap, z_BLC: Tensor, states: tuple[State, ...], *, commit: bool, looped: bool
-) -> tuple[Tensor, tuple[State, ...]]:
-    """Return the output at a solution, and with ``commit`` the states after the window.
+def _with_last_loop(
+    model: ImplicitLM, f: BoundMap, solution: Solution, mapped_BLC: Tensor, plan: SearchPlan
+) -> Solution:
+    """Return the solution after the last of a fixed number of loops, given that before it.
 
-    With gradients the output is the gradient estimator's value. Without, or where the call is the last of a
-    fixed number of loops, it is ``f(z*)``; a token whose value overflows there keeps ``z*``.
+    The status is that of the last loop; what diverged before has diverged. A token whose value overflows in
+    the last loop keeps the one before it.
     """
-    mapped_BLC, states = f.commit(z_BLC) if commit else (f(z_BLC), states)
-    if torch.is_grad_enabled():
-        return mapped_BLC if looped else z_BLC, states
-    finite = mapped_BLC.sum(-1, keepdim=True).isfinite()
-    return torch.where(finite, mapped_BLC, z_BLC), states
-
-
-def _with_last_loop(solution: Solution, loops: int, *, trajectory: Sequence[int]) -> Solution:
-    """Return the solution after the last of a fixed number of loops, which is counted and can be chosen."""
-    iterates = dict(solution.trajectory or {})
-    if loops in trajectory:
-        iterates[loops] = solution.z
-    tokens = solution.token_iterations
+    loops, agree = plan.loops, model.agree if f.window.part is None else f.window.part.agree
+    assert loops is not None
+    rule = Search(solver=plan.solver, stopping=plan.stopping, valid=f.window.valid_BL, agree=agree)
+    last = rule.report(solution.z, mapped_BLC, iterations=loops.total)
+    lost, converged, diverged = solution.token_diverged, last.token_converged, last.token_diverged
+    if lost is not None and converged is not None and diverged is not None:
+        last = replace(last, token_converged=converged & ~lost, token_diverged=diverged | lost)
+    value = mapped_BLC if torch.is_grad_enabled() else finite_or(mapped_BLC, solution.z)
+    iterates, trace = dict(solution.trajectory or {}), solution.trace
+    if loops.maximum in plan.trajectory:
+        iterates[loops.maximum] = value
+    if trace is not None:
+        residual = last.residual if last.token_residual is None else last.token_residual
+        trace = torch.cat([trace, residual[None]])
     return replace(
-        solution,
-        iterations=solution.iterations + 1,
-        token_iterations=None if tokens is None else tokens + 1,
+        last,
+        z=value,
+        converged=last.converged & ~solution.diverged,
+        diverged=last.diverged | solution.diverged,
+        trace=trace,
+        adjoint=solution.adjoint,
+        penalty=solution.penalty,
         trajectory=iterates or None,
     )
 

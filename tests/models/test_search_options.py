@@ -218,6 +218,19 @@ def test_a_fixed_number_of_loops_refuses_options_of_a_search(model, ids, option)
         model.train()(ids, loops=3, **option)
 
 
+@pytest.mark.parametrize("loops", [1, 2, 5])
+@torch.no_grad()
+def test_a_window_that_commits_reports_the_last_of_its_loops(model, ids, loops):
+    expected = model(ids, loops=loops, tolerance=0.01).solution
+    found = ib.generate(model, ids, max_new_tokens=1, loops=loops, tolerance=0.01)
+    torch.testing.assert_close(found.residual[:, 0], expected.token_residual[:, -1], rtol=1e-6, atol=1e-12)
+    assert (found.iterations == loops).all()
+    assert torch.equal(found.converged[:, 0], expected.token_converged[:, -1])
+    windows = model(ids, loops=loops, window_length=LENGTH - 1).solution
+    first = model(ids[:, :-1], loops=loops).solution
+    torch.testing.assert_close(windows.token_residual[:, :-1], first.token_residual, rtol=1e-6, atol=1e-12)
+
+
 TYPING_ONLY = {"Tensor": torch.Tensor, "LoopCounts": type("LoopCounts", (), {})}
 NOT_IN_TRANSFORMERS = {"loops", "start", "trajectory", "exit"}
 

@@ -20,7 +20,7 @@ from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.procedures import CapturedGraphs, put_
 from implicit_blocks.decoding.slots.ends import SlotEnds, window_of_slots
 from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
-from implicit_blocks.decoding.slots.search import SlotSearch, finite_or
+from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.exits.exit import Exit
 from implicit_blocks.interfaces import SlotStates, Solver
 from implicit_blocks.layers import at_least_float32
@@ -29,6 +29,7 @@ from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.solving import exit_of_points
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.solution import finite_or
 from implicit_blocks.specs import Stopping
 from implicit_blocks.weights.cache import WeightCache
 
@@ -95,7 +96,7 @@ class SlotBatch:
             for block in model.backbone.blocks()
         ]
         solver, stopping, criterion = slot_search_config(model, options)
-        self.loops = 1 if solver is not None or stopping is None else stopping.max_iterations + 1
+        self.loops = 1 if solver is not None or stopping is None else stopping.max_iterations
         """The number of calls of the map per step: all those of a token if it is not searched."""
         self.search = SlotSearch(
             solver,
@@ -192,6 +193,8 @@ class SlotBatch:
         fz_RD = f(z_RD)
         if search.solver is not None:
             search.take(rows_R, fz_RD, busy & ~committing, f)
+        elif search.rule is not None:
+            search.report(rows_R, fz_RD, self.loops)
         if commit:
             if search.rule is not None:
                 fz_RD = finite_or(fz_RD, z_RD)
@@ -300,7 +303,7 @@ def slot_search_config(
 ) -> tuple[Solver | None, Stopping | None, Exit | None]:
     """Return solver, stopping rule and exit criterion of single tokens.
 
-    Without a solver there is no search; a stopping rule then has the number of calls before the last one.
+    Without a solver there is no search; a stopping rule then has the number of calls.
 
     Raises:
         ValueError: the model keeps one state per loop, or the criterion reads predictions after a coda.
@@ -317,8 +320,7 @@ def slot_search_config(
     loops = loop_counts(model, 1, options)
     if loops is None:
         return solver, stopping, exit_of_points(model, options)
-    before = {"max_iterations": loops.maximum - 1, "tolerance": 0.0}
-    return None, None if loops.maximum == 1 else stopping.model_copy(update=before), None
+    return None, stopping.model_copy(update={"max_iterations": loops.maximum}), None
 
 
 def report_searches(batch: SlotBatch, size: int) -> None:

@@ -20,7 +20,7 @@ from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.search.policies import MovingAverage
 from implicit_blocks.search.state import Status, StatusRule, initial_scale, tolerance_of
-from implicit_blocks.solution import SMALLEST_SCALE
+from implicit_blocks.solution import SMALLEST_SCALE, finite_or
 from implicit_blocks.specs import Stopping
 
 
@@ -150,17 +150,21 @@ class SlotSearch:
         self._put_state(self.state, rows_R, proposed, goes_on.squeeze(1))
 
     def iterate(self, rows_R: Tensor, f: Map, calls: int) -> None:
-        """Take this number of undamped iterations from the start of each of these slots, and report them.
+        """Take this number of undamped iterations from the start of each of these slots.
 
         A value that is not finite is replaced by the point before it.
         """
-        assert self.rule is not None
-        before_RD = z_RD = self.z[rows_R]
+        z_RD = self.z[rows_R]
         for _ in range(calls):
-            before_RD, z_RD = z_RD, finite_or(f(z_RD), z_RD)
+            z_RD = finite_or(f(z_RD), z_RD)
+        self.z[rows_R] = z_RD
+
+    def report(self, rows_R: Tensor, fz_RD: Tensor, calls: int) -> None:
+        """Report the last of this number of iterations, given the map's values at the slots' ``z``."""
+        assert self.rule is not None
         status = self._status(rows_R, self.done[rows_R, None])
-        residual, _ = self.rule.residuals(status, before_RD, z_RD)
-        self.residual[rows_R], self.z[rows_R] = residual.squeeze(1), z_RD
+        residual = self.rule.residuals(status, self.z[rows_R], fz_RD)[0].squeeze(1)
+        self.residual[rows_R], self.converged[rows_R] = residual, residual <= self.rule.tolerance
         self.iterations.index_fill_(0, rows_R, calls)
 
     def _status(self, rows_R: Tensor, active: Tensor) -> Status:
@@ -205,8 +209,3 @@ class SlotSearch:
     def _put_state(self, state: Any, rows_R: Tensor, values: Any, where_R: Tensor) -> None:
         for whole, part in zip(pytree.tree_leaves(state), pytree.tree_leaves(values), strict=True):
             self._put(whole, rows_R, part, where_R)
-
-
-def finite_or(value: Tensor, before: Tensor) -> Tensor:
-    """Return the value (..., D), or the point before it where the sum of its features is not finite."""
-    return torch.where(value.sum(-1, keepdim=True).isfinite(), value, before)

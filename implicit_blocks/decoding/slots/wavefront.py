@@ -38,13 +38,12 @@ from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.flight import Flight
 from implicit_blocks.decoding.slots.fused_flight import fused_flight
 from implicit_blocks.decoding.slots.fused_windows import MANY, WindowStep, fused_windows
-from implicit_blocks.decoding.slots.search import finite_or
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.parts import OutputMap, scaled
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.ops.noise import keys_at
 from implicit_blocks.search.state import Status, deciding_residual
-from implicit_blocks.solution import SMALLEST_SCALE
+from implicit_blocks.solution import SMALLEST_SCALE, finite_or
 from implicit_blocks.windows import Window
 
 
