@@ -56,20 +56,21 @@ class Product:
 
 
 NARROW = [
-    Product(16, 8, 8), Product(8, 4, 16), Product(8, 4, 4), Product(8, 4, 8, 8), Product(8, 8, 8, 4),
+    Product(16, 8, 8), Product(8, 4, 16, 16), Product(8, 4, 4), Product(8, 4, 8, 8), Product(8, 8, 8, 4),
 ]  # fmt: skip
 CANDIDATES: dict[str, list[Product]] = {
     "gate": [
         Product(16, 8, 8), Product(8, 4, 4, 8), Product(8, 8, 8, 4), Product(8, 4, 4, 4), Product(8, 4, 16),
     ],
     "added 5504": [
-        Product(16, 8, 8), Product(8, 16, 11), Product(8, 8, 4, 12), Product(8, 16, 4, 8), Product(8, 8, 8),
+        Product(16, 8, 8, 22), Product(8, 16, 11), Product(8, 8, 4, 12), Product(8, 16, 4, 8),
+        Product(8, 8, 8),
     ],
     "added 4096": [
         Product(16, 16, 8), Product(8, 16, 8), Product(8, 8, 4, 8), Product(8, 8, 6, 10), Product(8, 8, 16),
     ],
     "conv": [
-        Product(8, 8, 8, trigger=2), Product(8, 4, 4, trigger=2), Product(16, 8, 8, trigger=2),
+        Product(8, 8, 8, trigger=2), Product(8, 4, 4, 16, trigger=2), Product(16, 8, 8, trigger=2),
         Product(8, 4, 16, trigger=1), Product(8, 8, 8, trigger=1),
     ],
     "in": NARROW,

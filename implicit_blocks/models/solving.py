@@ -27,6 +27,7 @@ from implicit_blocks.specs.families import ExitSpec
 if TYPE_CHECKING:
     from implicit_blocks.exits.exit import Exit
     from implicit_blocks.models.implicit import ImplicitLM
+    from implicit_blocks.search.agreement import Agreement
 
 
 class SearchPlan(NamedTuple):
@@ -99,7 +100,7 @@ def _solve(
     options: dict[str, Any] = {
         "valid": f.window.valid_BL,
         "trajectory": trajectory,
-        "agree": model.agree if f.window.part is None else f.window.part.agree,
+        "agree": _agreement(model, f),
         "trace": trace,
         "compact": f.stack.graphs is None or f.stack.graphs.compact,
     }
@@ -128,6 +129,11 @@ def _solve(
         exit=exit,
         **options,
     )
+
+
+def _agreement(model: ImplicitLM, f: BoundMap) -> Agreement | None:
+    """Return what makes the processes that share the window decide alike; None: there is one."""
+    return model.agree if f.window.part is None else f.window.part.agree
 
 
 def exit_criterion(
@@ -214,7 +220,7 @@ def _with_last_loop(
     The status is that of the last loop; what diverged before has diverged. A token whose value overflows in
     the last loop keeps the one before it.
     """
-    loops, agree = plan.loops, model.agree if f.window.part is None else f.window.part.agree
+    loops, agree = plan.loops, _agreement(model, f)
     assert loops is not None
     rule = Search(solver=plan.solver, stopping=plan.stopping, valid=f.window.valid_BL, agree=agree)
     last = rule.report(solution.z, mapped_BLC, iterations=loops.total)

@@ -129,7 +129,7 @@ def evaluate(
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
             tolerance = (search or {}).get("tolerance")
-            in_force = tolerance_of(model) if tolerance is None else tolerance
+            in_force = model_tolerance(model) if tolerance is None else tolerance
             sums = _Sums(evaluation_set.length, in_force if mean_iterations is None else None)
             first = FIRST if tolerance is None else tolerance
             budget = None if mean_iterations is None else IterationBudget(mean_iterations, tolerance=first)
@@ -162,7 +162,7 @@ def evaluate(
         model.train(was_training)
 
 
-def tolerance_of(model: nn.Module) -> float | None:
+def model_tolerance(model: nn.Module) -> float | None:
     """Return the tolerance of the model's searches in its current mode; None: it does not search."""
     config = getattr(model, "search_config", None)
     stopping = None if config is None else config()[1]

@@ -150,8 +150,8 @@ def linear_window(
     outputs, device = weight_MK.shape[0], x.value_TK.device
     half = x.value_TK.dtype.itemsize <= 2
     columns = min(max(triton.next_power_of_2(tokens), COLUMNS[0]), COLUMNS[1])
-    gate, prepares = gate_MK is not None, conv is not None
-    chosen = tiles or tiles_of(outputs, width, tokens, wide=not half, gate=gate, conv=prepares)
+    gate, convolves = gate_MK is not None, conv is not None
+    chosen = tiles or tiles_of(outputs, width, tokens, wide=not half, gate=gate, conv=convolves)
     together = columns // length * length  # whole windows
     programs = triton.cdiv(outputs, chosen.outputs)
     out = torch.empty(tokens, outputs, dtype=dtype, device=device) if out_TM is None else out_TM
@@ -193,7 +193,7 @@ def linear_window(
             HAS_GATE_BIAS=gate_bias_M is not None,
             HAS_U=u_TM is not None,
             HAS_Z=z_TM is not None,
-            CONV=prepares,
+            CONV=convolves,
             W=1 if conv is None else conv.inputs.taps,
             HAS_CONV_BIAS=conv is not None and conv.inputs.conv_bias_C is not None,
             NEXT=next_norm_M is not None,
