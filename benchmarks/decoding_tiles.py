@@ -56,22 +56,26 @@ class Product:
 
 
 NARROW = [
-    Product(16, 8, 8), Product(8, 4, 16, 16), Product(8, 4, 4), Product(8, 4, 8, 8), Product(8, 8, 8, 4),
+    Product(8, 4, 16, 16), Product(8, 4, 4, 4), Product(8, 4, 8, 8), Product(16, 4, 8, 8), Product(8, 4, 4),
+    Product(8, 8, 8, 4), Product(16, 8, 8),
 ]  # fmt: skip
 CANDIDATES: dict[str, list[Product]] = {
     "gate": [
-        Product(16, 8, 8), Product(8, 4, 4, 8), Product(8, 8, 8, 4), Product(8, 4, 4, 4), Product(8, 4, 16),
+        Product(8, 4, 4, 4), Product(8, 4, 4, 2), Product(8, 4, 4, 6), Product(8, 4, 2, 4),
+        Product(8, 4, 8, 4), Product(16, 8, 8), Product(8, 4, 4, 8), Product(8, 8, 8, 4), Product(8, 4, 16),
     ],
     "added 5504": [
-        Product(16, 8, 8, 22), Product(8, 16, 11), Product(8, 8, 4, 12), Product(8, 16, 4, 8),
-        Product(8, 8, 8),
+        Product(16, 8, 8), Product(16, 8, 4, 12), Product(16, 8, 8, 12), Product(8, 8, 4, 12),
+        Product(8, 8, 8), Product(8, 16, 11), Product(8, 16, 4, 8),
     ],
     "added 4096": [
-        Product(16, 16, 8), Product(8, 16, 8), Product(8, 8, 4, 8), Product(8, 8, 6, 10), Product(8, 8, 16),
+        Product(8, 8, 4), Product(8, 8, 8, 8), Product(16, 8, 4, 8), Product(16, 8, 8, 16),
+        Product(8, 4, 4, 8), Product(16, 16, 8), Product(8, 16, 8), Product(8, 8, 4, 8), Product(8, 8, 6, 10),
     ],
     "conv": [
+        Product(8, 4, 4, 4, trigger=2), Product(8, 4, 4, 8, trigger=2), Product(8, 4, 8, 8, trigger=2),
         Product(8, 8, 8, trigger=2), Product(8, 4, 4, 16, trigger=2), Product(16, 8, 8, trigger=2),
-        Product(8, 4, 16, trigger=1), Product(8, 8, 8, trigger=1),
+        Product(8, 4, 16, trigger=1),
     ],
     "in": NARROW,
     "added 2048": NARROW,
@@ -91,6 +95,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4, help="tokens in flight")
     parser.add_argument("--seconds", type=float, default=150, help="time of the whole program")
     parser.add_argument("--context", type=int, default=512, help="prompt length in tokens")
+    parser.add_argument(
+        "--products", nargs="+", default=[*CANDIDATES, "scan"], help="products, in their order"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=None, help="maximum number of layers")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64")
@@ -215,21 +222,21 @@ class Search:
         gc.collect()
 
     def candidates(self) -> Iterator[tuple[str, Any]]:
-        """Yield products, the largest first, and their tiles."""
-        largest = ("gate", "added 5504", "conv", "added 4096", "in", "added 2048", "head")
+        """Yield products, in the given order, with tiles and with places where the next kernel may start."""
+        searched = self.arguments.products
         products = [name for name in self.products if name != "in" or "conv" not in self.products]
-        products.sort(key=lambda name: largest.index(name) if name in largest else 9)
+        if not self.arguments.tiny:
+            products = sorted((name for name in products if name in searched), key=searched.index)
         for product in products:
-            for each in TINY if self.arguments.tiny else CANDIDATES.get(product, []):
+            for each in TINY if self.arguments.tiny else CANDIDATES[product]:
                 yield product, each.tiles()
-        if "conv" in self.products:
-            for features, warps in SCANS[:1] if self.arguments.tiny else SCANS:
-                yield "scan", type(self.scan)(features, warps)
-        for product in products:  # where the next kernel may start
             for trigger in (1, 2):
                 tiles = self.best[0].get(product, self.products[product])
                 if tiles.trigger != trigger:
                     yield product, tiles._replace(trigger=trigger)
+        if "conv" in self.products and "scan" in searched:
+            for features, warps in SCANS[:1] if self.arguments.tiny else SCANS:
+                yield "scan", type(self.scan)(features, warps)
 
     def replay(self, chosen: Chosen, call: Callable[[], None] | None = None) -> Replay:
         """Return a call with these tiles, by default that on several tokens; captured on a GPU."""

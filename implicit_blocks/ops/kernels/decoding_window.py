@@ -93,13 +93,11 @@ def tiles_of(outputs: int, width: int, tokens: int, *, wide: bool, gate: bool, c
         if wide:
             return Tiles(inputs=block, stages=2)
         return Tiles(inputs=block, stages=3 if gate else 4, ahead=2, trigger=2 if conv else 0)
-    if gate or conv:
-        return _direct(8, 4, 4, ahead=4 if gate else 16, trigger=2 if conv else 0)
+    if gate or conv or (width <= 2048 and outputs > 4096):
+        return _direct(8, 4, 4, ahead=4, trigger=0 if gate else 2)
     if width > 4096:
         return _direct(16, 8, 8, ahead=22)
-    if width > 2048:
-        return _direct(8, 8, 4, ahead=16)
-    return _direct(8, 4, 16, ahead=16) if outputs > 4096 else _direct(8, 8, 8, ahead=8)
+    return _direct(8, 8, 4, ahead=16) if width > 2048 else _direct(8, 4, 16, ahead=16)
 
 
 def _direct(outputs: int, warps: int, at_once: int, *, ahead: int, trigger: int = 0) -> Tiles:
