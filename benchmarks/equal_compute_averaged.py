@@ -31,6 +31,7 @@ LONG = "twice the FLOPs"
 """End of the names of parts whose runs have more FLOPs than their size and text would get."""
 OTHER = "other text"
 """In the names of parts that repeat another one on other text."""
+NORMED = f"Llama, {OTHER}, weight norm, {LONG}"
 FILES = {
     "Llama, 0.7 M": "equal_compute_averaged_700k",
     "Llama, 2 M": "equal_compute_averaged_2m",
@@ -38,11 +39,11 @@ FILES = {
     "Llama, penalty": "equal_compute_averaged_penalty",
     f"Llama, {LONG}": "equal_compute_averaged_longer",
     f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
+    NORMED: "equal_compute_averaged_weight_norm",
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
     "Llama, Muon": "equal_compute_averaged_muon",
     f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
-    "Llama, weight norm": "equal_compute_averaged_weight_norm",
     "Mamba2": "equal_compute_averaged_mamba2",
     f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
     f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
@@ -59,16 +60,17 @@ HALF = {
     f"Mamba2, {LONG}": "Mamba2",
 }
 """Parts with the same text and half of the FLOPs, whose explicit models are candidates, too."""
+PLAIN = {NORMED: f"Llama, {OTHER}, {LONG}"}
+"""Parts with the same text and no weight norm, whose explicit models are candidates, too."""
 EDGES = ("Mamba2, four times the FLOPs", "Mamba2, longer averages")
 """Parts that the summary leaves out: they test the edges of others."""
 GROUPS = {
     "Llama": ("Llama",),
     "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
-    OTHER: (f"Llama, {OTHER}, {LONG}",),
+    OTHER: (f"Llama, {OTHER}, {LONG}", NORMED),
     "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M"),
     "Mamba2": ("Mamba2", f"Mamba2, {LONG}", "Mamba2, four times the FLOPs"),
     "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
-    "weight norm": ("Llama, weight norm",),
     "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}",),
     "once": ("once",),
 }
@@ -223,11 +225,12 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
 
     The explicit recipes are the one of equally many parameters and the one of any size that are best on the
     text of the choice, with all of the FLOPs or with half of them (`HALF`): a model that overfits needs
-    fewer passes. Recipes with one seed are left out.
+    fewer passes. Beside implicit models with weight norm they may have none (`PLAIN`). Recipes with one seed
+    are left out.
     """
     for part in FILES:
         known = several_seeds(part)
-        others = several_seeds(HALF[part]) if part in HALF else []
+        others = [one for more in (HALF, PLAIN) if part in more for one in several_seeds(more[part])]
         explicit = sorted(
             (one for one in (*known, *others) if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
@@ -292,16 +295,17 @@ def summary_table() -> str:
 
 
 def _name(part: str, *sides: Rows) -> str:
-    """Return family and sizes of recipes, whether they have the penalty, and whether twice the FLOPs."""
+    """Return family and sizes of recipes, penalty and weight norm of the implicit one, text and FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight else ""
-    added = "".join(f", {name}" for name in (OTHER, LONG) if name in part)
+    added = "".join(f", {name}" for name in ("weight norm", OTHER, LONG) if name in part)
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
 
 def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ...]:
     result = difference_of_runs(ours[1], theirs[1])
-    half = " (half the FLOPs)" if theirs[1][0]["flops"] < 0.51 * ours[1][0]["flops"] else ""
+    mark = " (half the FLOPs)" if theirs[1][0]["flops"] < 0.51 * ours[1][0]["flops"] else ""
+    mark += " (no weight norm)" if ours[0].weight_norm and not theirs[0].weight_norm else ""
     interval, target, one_seed = result["interval"], TARGETS[setting], result["seeds"] == [1, 1]
     reached = result["difference"] <= target and (setting != "a" or result["below_with_every_seed"])
     cells = (
@@ -309,7 +313,7 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
         f"({setting}) {SETTINGS[setting]}",
         OPTIMIZERS[ours[0].optimizer],
         f"{result['implicit']:.2f}",
-        f"{result['explicit']:.2f}{half}",
+        f"{result['explicit']:.2f}{mark}",
         f"{result['difference']:+.1%}",
         "" if interval is None else f"{100 * interval[0]:+.1f} to {interval[1]:+.1%}",
         ", ".join(map(str, dict.fromkeys(result["seeds"]))),

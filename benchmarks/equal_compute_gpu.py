@@ -51,7 +51,8 @@ def lists() -> dict[str, Runs]:
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m`` and 2.6 M for the others; those of Mamba2 have
-    a quarter, 1.46 M, and 2.53 M for ``mamba2_10m_longer``, which has the text of ``longer_other_text``.
+    a quarter, 1.46 M, and 2.53 M for ``mamba2_10m_longer``, which has the text of ``longer_other_text``, as
+    ``weight_norm`` does.
     FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (explicit models of
     ``mamba2_10m_longer`` have half of it, too) and four times in ``longest``. Small models have smaller
     batches, so that they take as many steps. ``mamba2_edges`` has four times the FLOPs, and longer averages.
@@ -120,7 +121,14 @@ def lists() -> dict[str, Runs]:
             (EIGHT, LATE),
             *((rate, 2.0) for rate in (1e-3, 2e-3, 4e-3, 8e-3)),
         ),
-        "weight_norm": grid({**LLAMA, "weight_norm": True}, pair, (2e-3, 1.5), (4e-3, 1.5), (2e-3, 0.1)),
+        "weight_norm": [
+            {**LLAMA, "weight_norm": True, "petaflops": 3.66, "average": LONGEST, "weight_decay": 1.5, **run}
+            for run in (
+                *({**shape, "learning_rate": rate} for rate in (2e-3, 4e-3) for shape in penalized),
+                *({**FOUR, "learning_rate": 4e-3, "seed": seed} for seed in (1, 2, 3)),
+                *({**PENALIZED, "learning_rate": 2e-3, "seed": seed} for seed in (1, 2)),
+            )
+        ],
         "penalty": [
             {**LLAMA, **shape, **tuned, "seed": seed} for seed in (1, 2, 3, 4, 5) for shape in penalized
         ],

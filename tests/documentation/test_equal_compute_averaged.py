@@ -38,7 +38,9 @@ def test_the_headline_is_that_of_the_summary(leads: Any) -> None:
     assert "every explicit one, is reached on the first text and at 10.2 M. It is missed on the other" in PAGE
     assert max(small["difference"], wide["difference"]) <= -0.05 < other["difference"]
     assert other["interval"][0] < 0 < other["interval"][1]
-    reaching = {key for key, found in leads.items() if key[0] == "a" and found["difference"] <= -0.05}
+    large = {key for key, found in leads.items() if key[0] == "a" and found["difference"] <= -0.05}
+    reaching = {key for key in large if leads[key]["below_with_every_seed"]}
+    assert large - reaching == {("a", "Llama, other text, weight norm, twice the FLOPs", "adamw")}
     assert reaching == {("a", f"Llama, {size}twice the FLOPs", "adamw") for size in ("", "10 M, ")}
     muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
     assert f"Muon are {below(muon[0])} to {below(muon[1])} % below" in PAGE
@@ -58,25 +60,24 @@ def test_the_headline_on_convergence(half: dict[str, Any]) -> None:
     llama = {part: found for part, found in runs if part.startswith("Llama")}
     assert max(min(share for _, share in map(at_fixed_point, found)) for found in llama.values()) < 0.99
     assert "with every seed, is missed by all Llamas if a token counts only when all tokens before it" in PAGE
-    assert {part for part, found in llama.items() if half["own_residual"](found)} == {
-        "Llama, other text, twice the FLOPs"
-    }
-    every = [run for run in half["read"]("Llama, other text, twice the FLOPs") if run["side"] == "implicit"]
+    recorded = {part for part, found in llama.items() if half["own_residual"](found)}
+    assert recorded == {"Llama, other text, twice the FLOPs", half["NORMED"]}
+    every = [run for part in recorded for run in half["read"](part) if run["side"] == "implicit"]
     shares = half["own_residual"](every)
-    assert len(shares) == len(every) == 13
+    assert len(shares) == len(every) == 17
     assert shares[0] >= 0.99
     text = f"({percent(shares[0], 2, sign=False)} to {percent(shares[-1], 2, sign=False)} %)"
-    assert f"by all 13 implicit Llamas on the other text, where they were recorded {text}" in PAGE
+    assert f"by all 17 implicit Llamas on the other text, where they were recorded {text}" in PAGE
 
 
 def test_which_leads_every_seed_has(leads: Any) -> None:
     several = {key[1]: found for key, found in leads.items() if key[0] == "a" and min(found["seeds"]) > 1}
     every = {part for part, found in several.items() if found["below_with_every_seed"]}
     large = {part for part, found in several.items() if found["difference"] < -0.03}
-    other = "Llama, other text, twice the FLOPs"
-    assert other in large
-    assert every == large - {other} | {"Mamba2, twice the FLOPs"}
-    text = "a lead of 3 % or more, except that of Llama on the other text, and in that of Mamba2 of 5.8 M"
+    other = {"Llama, other text, twice the FLOPs", "Llama, other text, weight norm, twice the FLOPs"}
+    assert other <= large
+    assert every == large - other | {"Mamba2, twice the FLOPs"}
+    text = "a lead of 3 % or more, except those of Llama on the other text, and in that of Mamba2 of 5.8 M"
     assert f"rows with {text} with twice the FLOPs" in PAGE
 
 
@@ -412,6 +413,7 @@ def test_the_earlier_figures_with_muon() -> None:
     [
         ("penalty", ("penalty",)),
         ("other_text", ("longer_other_text",)),
+        ("weight_norm", ("weight_norm",)),
         ("10m_longer", ("10m_longer",)),
         ("mamba2_longer", ("mamba2_longer", "mamba2_longer_seeds")),
         ("mamba2_10m", ("mamba2_10m_longer",)),
