@@ -171,8 +171,7 @@ def average_of(run: Mapping[str, Any]) -> str:
 def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
     found = [one for one in map(at_fixed_point, runs) if one is not None]
     changes, shares = sorted(change for change, _ in found), sorted(share for _, share in found)
-    long = [run["lengths"] for run in runs if run["lengths"]]
-    ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
+    ratio = longer(runs)
     return (
         model_of(recipe),
         f"{recipe.width}",
@@ -191,6 +190,20 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
         _range([f"{share:.2%}" for share in own_residual(runs)]),
         f"{statistics.fmean(ratio):.2f}" if ratio else "",
     )
+
+
+def longer(runs: Runs, *, scaled: bool = False) -> list[float]:
+    """Return the perplexities at 8 times the training length over those at that length, where measured.
+
+    With ``scaled`` those with rotary frequencies scaled by ``llama3`` in the long sequences.
+    """
+    found = []
+    for run in (run for run in runs if run["lengths"]):
+        whole, cut = run["lengths"]
+        kinds = {row["scaling"]: row for row in run["lengths_scaled"] or ()}
+        if not scaled or kinds:
+            found.append((kinds["llama3"] if scaled else whole)["perplexity"] / cut["perplexity"])
+    return found
 
 
 def own_residual(runs: Runs, *, max_iterations: int = 32) -> list[float]:
@@ -327,7 +340,7 @@ def convergence_table() -> str:
     """Return convergence and longer text of the implicit recipes of the summary in setting (a)."""
     lines: list[tuple[str, ...]] = [
         ("model", "optimizer", "tokens converged", "own residual", "at the fixed point", "8 times the length",
-         "missed")
+         "scaled", "missed")
     ]  # fmt: skip
     for _, part, (recipe, runs), _ in sorted(
         (one for one in compared() if one[0] == "a"), key=lambda one: one[2][0].optimizer
@@ -335,19 +348,19 @@ def convergence_table() -> str:
         found = [one for one in map(at_fixed_point, runs) if one is not None]
         shares, changes = sorted(share for _, share in found), sorted(change for change, _ in found)
         own = own_residual(runs)
-        long = [run["lengths"] for run in runs if run["lengths"]]
-        ratio = [whole["perplexity"] / cut["perplexity"] for whole, cut in long]
+        ratio, scaled, limit = longer(runs), longer(runs, scaled=True), LONGER[recipe.family]
         missed = {
             "convergence": shares[0] < CONVERGED and min(own, default=0) < CONVERGED,
             "convergence with all tokens before": shares[0] < CONVERGED <= min(own, default=0),
             "fixed point": changes[-1] > 0.005,
-            "length": bool(ratio) and max(ratio) > LONGER[recipe.family],
+            "length": max(scaled or ratio, default=0) > limit,
+            "length without scaling": max(ratio, default=0) > limit >= max(scaled, default=math.inf),
         }
         cells = (
             _range([f"{one:.1%}" for one in shares]),
             _range([f"{one:.2%}" for one in own]),
             _range([f"{one:+.1%}" for one in changes]),
-            f"{statistics.fmean(ratio):.2f}" if ratio else "",
+            *(f"{statistics.fmean(one):.2f}" if one else "" for one in (ratio, scaled)),
             ", ".join(name for name, is_missed in missed.items() if is_missed),
         )
         optimizer = OPTIMIZERS[recipe.optimizer]

@@ -212,6 +212,7 @@ def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
     }
     ratios = {side: f"{min(found):.2f} to {max(found):.2f}" for side, found in scaled.items()}
     assert f"the ratio is {ratios['implicit']} (implicit) and {ratios['explicit']} (explicit)" in PAGE
+    assert max(scaled["implicit"]) <= 1.1 < max(scaled["explicit"]) <= half["LONGER"]["llama"]
 
 
 @pytest.mark.parametrize(("part", "edges"), [("Llama, 0.7 M", (8e-3, 0.75)), ("Llama, 2 M", (4e-3, 1.5))])
