@@ -181,6 +181,20 @@ def test_the_rate_is_known_after_a_long_evaluation(tokens, now):
     assert lines[-1] == f"{queue[2].name}: not started: needs 111 s, 10 s remain"
 
 
+def test_progress_is_reported_after_each_minute(tokens, now, monkeypatch):
+    launch, total, lines = Trained.advance, spec_of(EXPLICIT, tokens).total_steps, list[str]()
+
+    def advance(one: Trained) -> None:
+        launch(one)
+        now[0] += 35.0
+
+    monkeypatch.setattr(Trained, "advance", advance)
+    queue = [Planned("run", spec_of(EXPLICIT, tokens), total * 70e12)]
+    train_side_by_side(queue, device=CPU, on_end=lambda one: None, at_once=1, log=lines.append)
+    expected = [f"run: {done} of {total} steps; 2 TFLOP/s together" for done in range(2, total, 2)]
+    assert lines[1:] == expected
+
+
 def test_averaged_weights_are_those_of_a_moving_average(tokens):
     decays = (0.5, 0.9)
     one = begin(Planned("run", spec_of(EXPLICIT, tokens), 1.0, averages=decays), CPU, at_once=1)
@@ -234,10 +248,3 @@ def test_the_reason_against_a_capture_names_what_is_in_the_way(tokens):
     assert "until_converged" in str(why_not_captured(spec, free, cuda))
     assert "phantom" in str(why_not_captured(spec, searching, cuda))
     assert "dropout" in str(why_not_captured(spec, dropped, cuda))
-
-
-def test_gradient_norms_are_those_before_clipping(tokens):
-    one = trained(EXPLICIT, tokens)
-    norms = one.step.gradient_norms()
-    assert norms.shape == (one.total,)
-    assert bool((norms > 0).all())

@@ -134,7 +134,6 @@ class CapturedStep:
             self._rate = torch.zeros((), dtype=torch.float32, device=device)
             self._skip = torch.zeros((), dtype=torch.float32, device=device)
             self._losses = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
-            self._norms = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
             self._averages = {decay: [p.detach().clone() for p in self._parameters] for decay in averages}
         self._choose_agreement()
         self._on_device = device.type == "cuda" and make_capturable(optimizer, self._rate, self._skip)
@@ -175,11 +174,6 @@ class CapturedStep:
         """Return the losses of the steps so far, float32 on the host; waits for the device."""
         self.synchronize()
         return self._losses[: self.done].cpu()
-
-    def gradient_norms(self) -> Tensor:
-        """Return the gradient norms of the steps so far, before clipping, float32 on the host."""
-        self.synchronize()
-        return self._norms[: self.done].cpu()
 
     def last_loss(self) -> Tensor:
         """Return the loss of the latest step in page-locked memory, which the stream fills in its order."""
@@ -259,7 +253,6 @@ class CapturedStep:
         norm = torch.nn.utils.clip_grad_norm_(gradients, self.limit)
         with torch.no_grad():
             self._losses.index_copy_(0, self._step, loss.detach().float().view(1))
-            self._norms.index_copy_(0, self._step, norm.detach().float().view(1))
             finite = loss.detach().isfinite() & norm.detach().isfinite()
             if self._on_device:
                 self._rate.copy_(self._rates.index_select(0, self._step).squeeze(0))

@@ -29,8 +29,9 @@ _LOG = logging.getLogger(__name__)
 
 QUEUED = 2
 """Loads of batches that a model's stream may have waiting: enough to keep it busy during an evaluation."""
-KNOWN_AFTER, WINDOW = 60.0, 30.0
-"""Seconds after which the rate of the device is planned with, and over which, at least, it is measured."""
+KNOWN_AFTER, WINDOW, TOLD_AFTER = 60.0, 30.0, 60.0
+"""Seconds after which the rate of the device is planned with, over which, at least, it is measured, and after
+which progress is reported again."""
 ALONE = 0.45
 """Rate of a model that trains alone, as a share of that of several: a cautious estimate."""
 
@@ -82,6 +83,11 @@ class Trained:
     def finished(self) -> bool:
         """Whether all steps are launched, or the run ended early."""
         return self.ended is not None or self.step.done >= self.total
+
+    @property
+    def progress(self) -> str:
+        """The name of the run, and the steps that are launched."""
+        return f"{self.planned.name}: {self.step.done} of {self.total} steps"
 
     def ready(self) -> bool:
         """Whether the stream has room for another load of batches; reads losses that have arrived."""
@@ -186,11 +192,14 @@ def train_side_by_side(
     """
     waiting, missing = deque(queue), list[str]()
     active, ended = list[Trained](), list[Trained]()
-    clock = _Clock(seconds)
+    clock, told = _Clock(seconds), 0.0
     while ended or any(one.finished for one in active) or (clock.left > 0 and (waiting or active)):
         pending, ended = ended, []  # evaluated after the start of those that follow, which train meanwhile
         clock.record(sum(_work(one) for one in active))
         rate = clock.rate
+        if active and clock.now - told > TOLD_AFTER and rate < math.inf:
+            told = clock.now
+            log("; ".join([*(one.progress for one in active), f"{rate / 1e12:.3g} TFLOP/s together"]))
         while waiting and len(active) < side_by_side:
             planned = waiting.popleft()
             ahead = sum(one.planned.flops - _work(one) for one in active)
@@ -222,7 +231,7 @@ def train_side_by_side(
             time.sleep(0.0005)
     for one in active:
         one.step.synchronize()
-        log(f"{one.planned.name}: time limit reached after {one.step.done} of {one.total} steps")
+        log(f"{one.progress}: the time limit is reached")
     return [*missing, *(one.planned.name for one in active), *(one.name for one in waiting)]
 
 
