@@ -215,6 +215,11 @@ class TestErrors:
                 "evaluation: {lengths: 32}\nphases:",
                 "x.yaml:12:23: evaluation.lengths: should be a list such as [32, 64]; got 32",
             ),
+            (
+                "phases:",
+                "callbacks: null\nphases:",
+                "x.yaml:12:12: callbacks: should be a list such as []; got None",
+            ),
             ("until: 0.5", "until: 1.5", "x.yaml:13:29: phases.0.until: give a number of steps"),
             (
                 "{name: free}",

@@ -30,8 +30,7 @@ _LOG = logging.getLogger(__name__)
 QUEUED = 2
 """Loads of batches that a model's stream may have waiting: enough to keep it busy during an evaluation."""
 KNOWN_AFTER, WINDOW, TOLD_AFTER = 60.0, 30.0, 60.0
-"""Seconds after which the rate of the device is planned with, over which, at least, it is measured, and after
-which progress is reported again."""
+"""Seconds before the rate of the device is planned with, over which it is measured, and between reports."""
 ALONE = 0.45
 """Rate of a model that trains alone, as a share of that of several: a cautious estimate."""
 
