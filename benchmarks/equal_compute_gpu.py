@@ -50,12 +50,13 @@ def lists() -> dict[str, Runs]:
     """Return lists by name: runs of docs/equal_compute_tables.md, and ``tiny``, for testing.
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
-    tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m`` and 2.6 M for the others; those of Mamba2 have
-    a quarter, 1.46 M, and 2.53 M for ``mamba2_10m_longer``, which has the text of ``longer_other_text``, as
-    ``weight_norm`` does.
+    tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m``, 14.1 M for ``30m`` (120 books of
+    `equal_compute_text`; not run yet) and 2.6 M for the others; those of Mamba2 have a quarter, 1.46 M, and
+    2.53 M for ``mamba2_10m_longer``. This list and ``weight_norm`` have the text of ``longer_other_text``.
     FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (explicit models of
-    ``mamba2_10m_longer`` have half of it, too) and four times in ``longest``. Small models have smaller
-    batches, so that they take as many steps. ``mamba2_edges`` has four times the FLOPs, and longer averages.
+    ``mamba2_10m_longer`` have half of it, too) and in ``weight_norm``, and four times in ``longest``. Small
+    models have smaller batches, so that they take as many steps. ``mamba2_edges`` has four times the FLOPs,
+    and longer averages.
     """
     pair = (FOUR, LOOPED)
     muon = {**LLAMA, "optimizer": "muon"}
@@ -149,6 +150,10 @@ def lists() -> dict[str, Runs]:
             {**wide, **tuned, **shape, "petaflops": 13.0, "seed": seed}
             for seed in (1, 2, 3)
             for shape in penalized
+        ],
+        "30m": [
+            {**LLAMA, **tuned, "width": 704, "petaflops": 53.0, "average": LONGEST, "seed": 1, **shape}
+            for shape in pair
         ],
         "tiny": [{**TINY, **shape, "family": family} for family in ("llama", "mamba2") for shape in tiny],
     }
