@@ -95,9 +95,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4, help="tokens in flight")
     parser.add_argument("--seconds", type=float, default=150, help="time of the whole program")
     parser.add_argument("--context", type=int, default=512, help="prompt length in tokens")
-    parser.add_argument(
-        "--products", nargs="+", default=[*CANDIDATES, "scan"], help="products, in their order"
-    )
+    products = [*CANDIDATES, "scan"]
+    parser.add_argument("--products", nargs="+", default=products, choices=products, help="in this order")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=None, help="maximum number of layers")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64")
@@ -223,20 +222,19 @@ class Search:
 
     def candidates(self) -> Iterator[tuple[str, Any]]:
         """Yield products, in the given order, with tiles and with places where the next kernel may start."""
-        searched = self.arguments.products
-        products = [name for name in self.products if name != "in" or "conv" not in self.products]
-        if not self.arguments.tiny:
-            products = sorted((name for name in products if name in searched), key=searched.index)
-        for product in products:
-            for each in TINY if self.arguments.tiny else CANDIDATES[product]:
+        tiny, convolves = self.arguments.tiny, "conv" in self.products
+        for product in [*self.products, "scan"] if tiny else self.arguments.products:
+            if product == "scan" and convolves:
+                for features, warps in SCANS[:1] if tiny else SCANS:
+                    yield "scan", type(self.scan)(features, warps)
+            if product not in self.products or (product == "in" and convolves):
+                continue
+            for each in TINY if tiny else CANDIDATES[product]:
                 yield product, each.tiles()
             for trigger in (1, 2):
                 tiles = self.best[0].get(product, self.products[product])
                 if tiles.trigger != trigger:
                     yield product, tiles._replace(trigger=trigger)
-        if "conv" in self.products and "scan" in searched:
-            for features, warps in SCANS[:1] if self.arguments.tiny else SCANS:
-                yield "scan", type(self.scan)(features, warps)
 
     def replay(self, chosen: Chosen, call: Callable[[], None] | None = None) -> Replay:
         """Return a call with these tiles, by default that on several tokens; captured on a GPU."""
