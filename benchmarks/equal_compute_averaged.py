@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from equal_compute_scaling import sentences, series
-from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
+from equal_compute_seeds import by_recipe, difference_of_runs, length_ratios, mean_perplexity
 from report import RESULTS
 
 from trainer.experiments.equal_compute.compare import CONVERGED, MARGIN, recipe_of
@@ -171,7 +171,7 @@ def average_of(run: Mapping[str, Any]) -> str:
 def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
     found = [one for one in map(at_fixed_point, runs) if one is not None]
     changes, shares = sorted(change for change, _ in found), sorted(share for _, share in found)
-    ratio = longer(runs)
+    ratio = length_ratios(runs)
     return (
         model_of(recipe),
         f"{recipe.width}",
@@ -190,20 +190,6 @@ def _recipe(recipe: Recipe, runs: Runs) -> tuple[str, ...]:
         _range([f"{share:.2%}" for share in own_residual(runs)]),
         f"{statistics.fmean(ratio):.2f}" if ratio else "",
     )
-
-
-def longer(runs: Runs, *, scaled: bool = False) -> list[float]:
-    """Return the perplexities at 8 times the training length over those at that length, where measured.
-
-    With ``scaled`` those with rotary frequencies scaled by ``llama3`` in the long sequences.
-    """
-    found = []
-    for run in (run for run in runs if run["lengths"]):
-        whole, cut = run["lengths"]
-        kinds = {row["scaling"]: row for row in run["lengths_scaled"] or ()}
-        if not scaled or kinds:
-            found.append((kinds["llama3"] if scaled else whole)["perplexity"] / cut["perplexity"])
-    return found
 
 
 def own_residual(runs: Runs, *, max_iterations: int = 32) -> list[float]:
@@ -348,7 +334,8 @@ def convergence_table() -> str:
         found = [one for one in map(at_fixed_point, runs) if one is not None]
         shares, changes = sorted(share for _, share in found), sorted(change for change, _ in found)
         own = own_residual(runs)
-        ratio, scaled, limit = longer(runs), longer(runs, scaled=True), LONGER[recipe.family]
+        ratio, scaled = length_ratios(runs), length_ratios(runs, "llama3")
+        limit = LONGER[recipe.family]
         missed = {
             "convergence": shares[0] < CONVERGED and min(own, default=0) < CONVERGED,
             "convergence with all tokens before": shares[0] < CONVERGED <= min(own, default=0),

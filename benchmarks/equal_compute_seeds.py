@@ -47,15 +47,25 @@ def lengths_table(runs: Sequence[Mapping[str, Any]]) -> str:
     head = ("model", "learning rate", "seeds", "as trained", *LENGTH_SCALINGS)
     lines = [head, ("---",) * len(head)]
     for recipe, rows in by_recipe([run for run in runs if run.get("lengths_scaled")]).items():
-        ratios = []
-        for run in rows:
-            long, cut = (row["perplexity"] for row in run["lengths"])
-            scaled = {row["scaling"]: row["perplexity"] for row in run["lengths_scaled"]}
-            ratios.append([one / cut for one in (long, *(scaled[kind] for kind in LENGTH_SCALINGS))])
-        means = [f"{statistics.fmean(column):.2f}" for column in zip(*ratios, strict=True)]
+        ratios = [length_ratios(rows, scaling) for scaling in (None, *LENGTH_SCALINGS)]
+        means = [f"{statistics.fmean(column):.2f}" for column in ratios]
         shape = f"{recipe.side}, {recipe.shape}"
         lines.append((shape, f"{recipe.learning_rate:g}", f"{len(rows)}", *means))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def length_ratios(runs: Sequence[Mapping[str, Any]], scaling: str | None = None) -> list[float]:
+    """Return the perplexities at 8 times the training length over those at that length, where measured.
+
+    ``scaling`` is that of the rotary frequencies in the long sequences; None: as trained.
+    """
+    found = []
+    for run in (run for run in runs if run["lengths"]):
+        long, cut = run["lengths"]
+        scaled = {row["scaling"]: row for row in run.get("lengths_scaled") or ()}
+        if scaling is None or scaled:
+            found.append((long if scaling is None else scaled[scaling])["perplexity"] / cut["perplexity"])
+    return found
 
 
 def by_recipe(runs: Sequence[Mapping[str, Any]]) -> dict[Recipe, list[Mapping[str, Any]]]:
@@ -81,8 +91,7 @@ def difference_of_runs(
 
 def _seeds(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     first, recipe = runs[0], runs[0]["recipe"]
-    long = [run["lengths"] for run in runs if run["lengths"]]
-    ratio = statistics.fmean(whole["perplexity"] / cut["perplexity"] for whole, cut in long) if long else None
+    ratios = length_ratios(runs)
     return (
         f"{first['side']}, {first['shape']}",
         f"{first['parameters'] / 1e6:.1f} M",
@@ -93,7 +102,7 @@ def _seeds(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         f"{mean_perplexity(runs, 'choice'):.2f}",
         " ".join(f"{run['report']:.2f}" for run in runs),
         f"{mean_perplexity(runs):.2f}",
-        "" if ratio is None else f"{ratio:.2f}",
+        f"{statistics.fmean(ratios):.2f}" if ratios else "",
     )
 
 
