@@ -6,7 +6,7 @@ the output, so that an interrupted experiment continues, and runs of another mac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -316,8 +316,3 @@ def short(row: Mapping[str, Any]) -> dict[str, Any]:
 def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """Return settings with these values in place of theirs; None keeps a value."""
     return replace(settings, **{key: value for key, value in values.items() if value is not None})
-
-
-def runs_of(written: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the short rows of these runs."""
-    return [row for row in written["runs"] if row["name"] in set(names)]
