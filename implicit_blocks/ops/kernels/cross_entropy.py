@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.kernels.instructions import exp
+
 
 def softmax_cross_entropy_(
     logits_TW: Tensor,
@@ -71,7 +73,7 @@ def _rows(
         top, where = tl.max(value, axis=0, return_indices=True)
         best = tl.where(top > largest, first + where, best)
         new = tl.maximum(largest, top)
-        total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new))
+        total = total * tl.exp(largest - new) + tl.sum(exp(value - new))
         largest = new
     normalizer = largest + tl.log(total)
     known = (label >= 0) & (label < V)
@@ -85,6 +87,6 @@ def _rows(
         for first in range(0, W, BLOCK):
             column = first + tl.arange(0, BLOCK)
             value = tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(value - normalizer) - tl.where(column == label, 1.0, 0.0)
+            gradient = exp(value - normalizer) - tl.where(column == label, 1.0, 0.0)
             gradient = tl.where(scored & (column < V), gradient, 0.0)
             tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < W)

@@ -9,7 +9,6 @@ Shape legend: S slots, R rows of a step, each in a slot; K input, M output, D mo
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -17,15 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.overlap import (
-    on_device,
-    overlapping,
-    start_next,
-    wait_for_previous,
-)
-
-PACKED = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
-"""Whether kernels may contain instructions of Nvidia's GPUs, which the interpreter does not know."""
+from implicit_blocks.ops.kernels.instructions import NVIDIA
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 
 class Mamba2Inputs(NamedTuple):
@@ -183,7 +175,7 @@ def linear_rows(
             LATE=late,
             **overlapping(x_RK.device),
             num_warps=tiles.warps,
-            **({"maxnreg": tiles.registers} if tiles.registers and PACKED.value else {}),
+            **({"maxnreg": tiles.registers} if tiles.registers and NVIDIA.value else {}),
         )
     return out
 
@@ -333,7 +325,7 @@ def _digits(x_tiles, TILES: tl.constexpr):
 @triton.jit
 def _add_products(total, w, x):
     """Add the products of 8-bit integers; on Nvidia's GPUs four of a thread to the first of them."""
-    if PACKED:
+    if NVIDIA:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $8, $9, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;",
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r",

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import PACKED
 from implicit_blocks.ops.kernels.decoding_mamba2 import ScanTiles
 from implicit_blocks.ops.kernels.decoding_window import Operand, WindowConv
+from implicit_blocks.ops.kernels.instructions import NVIDIA
 from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 TILES = ScanTiles(16, 8)
@@ -94,7 +94,7 @@ def scan_window(
             **overlapping(device),
             num_warps=TILES.warps,
             # Two programs per multiprocessor instead of one with 8 tokens, which does not spill.
-            **({"maxnreg": 128} if PACKED.value and length <= 8 and d_state <= 128 else {}),
+            **({"maxnreg": 128} if NVIDIA.value and length <= 8 and d_state <= 128 else {}),
         )
     if norm_I is None:
         return Operand(out)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.kernels.instructions import sigmoid
 from implicit_blocks.ops.kernels.weight_norm import Entry, matrix_of, table_line, tables
 
 
@@ -65,7 +66,7 @@ def _swiglu(
     column = tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + first + column, mask=column < K, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + first + column, mask=column < K, other=0.0).to(tl.float32)
-    value = gate * tl.sigmoid(gate) * up
+    value = gate * sigmoid(gate) * up
     scale = tl.maximum(tl.max(tl.abs(value), 0), SMALLEST) / LARGEST
     tl.store(scales_ptr + tl.program_id(0), scale)
     tl.store(codes_ptr + first + column, (value / scale).to(codes_ptr.dtype.element_ty), mask=column < K)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.kernels.instructions import exp
 from implicit_blocks.ops.kernels.mamba2_walk import LAUNCH, Steps, block_of, constants, padded
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _products_backward(
             mask=(s < L)[None, :],
             other=0.0,
         )
-        decayed = tl.dot(dy, x) * tl.exp(tl.minimum(a_t[:, None] - a_s[None, :], 0.0))
+        decayed = tl.dot(dy, x) * exp(tl.minimum(a_t[:, None] - a_s[None, :], 0.0))
         dproducts += decayed * dt[None, :]
         decayed *= products
         tl.store(column_ptr + late * batch * HEADS * L + steps + s, tl.sum(decayed, axis=0), mask=s < L)
@@ -179,7 +180,7 @@ def _inputs_backward(
             maps + GROUPS * N + t[None, :] * channels + state[:, None], mask=(t < L)[None, :], other=0.0
         )
         a_t = tl.load(a_ptr + steps + t, mask=t < L, other=0.0)
-        decay = tl.exp(tl.minimum(a_t[None, :] - a_s[:, None], 0.0))
+        decay = exp(tl.minimum(a_t[None, :] - a_s[:, None], 0.0))
         weight = tl.where(t[None, :] >= s[:, None], tl.dot(B, C) * decay * dt[:, None], 0.0)
         dy = tl.load(
             dy_ptr + (row * L + t)[:, None] * inner + head * P + entry[None, :],

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from implicit_blocks.ops.float8 import E4M3, LARGEST
+from implicit_blocks.ops.kernels.instructions import sigmoid
 
 # Of the gated norm's backward pass: programs, two per multiprocessor of an H100, and tokens that each of them
 # loads ahead. 152 µs instead of 198 at width 1536, 200 instead of 268 at 4096, 670 instead of 745 at 1024.
@@ -35,17 +36,6 @@ class Added(NamedTuple):
     def constants(self) -> dict[str, bool]:
         """Return the compile-time constants of kernels."""
         return {"HAS_U": self.u is not None, "HAS_ROWS": self.rows_BL is not None}
-
-
-def aligned(projected_BLU: Tensor) -> tuple[int, int, int]:
-    """Return the distance of rows and their width, as multiples of 8 where they are: loads have 16 bytes.
-
-    Triton detects only multiples of 16; the 130M model's width of 3352 is not one. Rows are further apart
-    than they are wide where a product in 8-bit floats was padded; those of the injection never are.
-    """
-    stride, width = projected_BLU.stride(1), projected_BLU.shape[2]
-    unit = 8 if stride % 8 == 0 and width % 8 == 0 else 1
-    return stride // unit, width // unit, unit
 
 
 def gated_norm_forward(
@@ -73,10 +63,7 @@ def gated_norm_forward(
             weight_I,
             out,
             out if scales_BL is None else scales_BL,
-            inner,
-            inner // groups,
-            *aligned(projected_BLU),
-            eps,
+            *(inner, inner // groups, projected_BLU.stride(1), projected_BLU.shape[2], eps),
             **added.constants(),
             LARGEST=0.0 if scales_BL is None else LARGEST,
             BLOCK=block,
@@ -117,10 +104,7 @@ def gated_norm_backward(
             dprojected_BLU,
             partial,
             tokens,
-            inner,
-            inner // groups,
-            *aligned(projected_BLU),
-            eps,
+            *(inner, inner // groups, projected_BLU.stride(1), projected_BLU.shape[2], eps),
             **added.constants(),
             AGAIN=again,
             STAGES=IN_FLIGHT,
@@ -151,18 +135,17 @@ def _load_sum(
 
 @triton.jit
 def _gated_norm_forward(
-    y_ptr, p_ptr, u_ptr, rows_ptr, w_ptr, out_ptr, scales_ptr, inner, part, stride_part, width_part,
-    UNIT: tl.constexpr, eps, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, LARGEST: tl.constexpr,
+    y_ptr, p_ptr, u_ptr, rows_ptr, w_ptr, out_ptr, scales_ptr, inner, part, STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr, eps, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    stride, width = stride_part * UNIT, width_part * UNIT
     token = tl.program_id(0).to(tl.int64)
     entry = tl.arange(0, BLOCK)
     real = entry < part
     column = tl.program_id(1) * part + entry
-    gate = _load_sum(p_ptr, u_ptr, rows_ptr, token, True, stride, width, column, real, HAS_U, HAS_ROWS)
+    gate = _load_sum(p_ptr, u_ptr, rows_ptr, token, True, STRIDE, WIDTH, column, real, HAS_U, HAS_ROWS)
     value = tl.load(y_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
-    value *= gate * tl.sigmoid(gate)
+    value *= gate * sigmoid(gate)
     scale = tl.rsqrt(tl.sum(value * value) / part + eps)
     weight = tl.load(w_ptr + column, mask=real, other=0.0).to(tl.float32)
     out = value * scale * weight
@@ -176,10 +159,9 @@ def _gated_norm_forward(
 @triton.jit
 def _gated_norm_backward(
     dout_ptr, y_ptr, p_ptr, u_ptr, rows_ptr, w_ptr, dy_ptr, dp_ptr, partial_ptr, tokens, inner, part,
-    stride_part, width_part, UNIT: tl.constexpr, eps, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr,
+    STRIDE: tl.constexpr, WIDTH: tl.constexpr, eps, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr,
     AGAIN: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    stride, width = stride_part * UNIT, width_part * UNIT
     entry = tl.arange(0, BLOCK)
     real = entry < part
     column = tl.program_id(1) * part + entry
@@ -187,11 +169,11 @@ def _gated_norm_backward(
     dweight = tl.zeros((BLOCK,), tl.float32)
     for step in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         token = tl.cast(step, tl.int64)
-        gate = _load_sum(p_ptr, u_ptr, rows_ptr, token, True, stride, width, column, real, HAS_U, HAS_ROWS)
+        gate = _load_sum(p_ptr, u_ptr, rows_ptr, token, True, STRIDE, WIDTH, column, real, HAS_U, HAS_ROWS)
         y = tl.load(y_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
         dout = tl.load(dout_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
+        share = sigmoid(gate)
+        silu = gate * share
         value = y * silu
         scale = tl.rsqrt(tl.sum(value * value) / part + eps)
         normed = value * scale
@@ -199,8 +181,8 @@ def _gated_norm_backward(
         dnormed = dout * weight
         dvalue = scale * (dnormed - normed * (tl.sum(dnormed * normed) / part))
         tl.store(dy_ptr + token * inner + column, (dvalue * silu).to(dy_ptr.dtype.element_ty), mask=real)
-        dgate = dvalue * y * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(dp_ptr + token * width + column, dgate.to(dp_ptr.dtype.element_ty), mask=real)
+        dgate = dvalue * y * share * (1.0 + gate * (1.0 - share))
+        tl.store(dp_ptr + token * WIDTH + column, dgate.to(dp_ptr.dtype.element_ty), mask=real)
         if AGAIN:
             out = normed * weight
             tl.store(dout_ptr + token * inner + column, out.to(dout_ptr.dtype.element_ty), mask=real)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.kernels.instructions import exp, prefetch
 from implicit_blocks.ops.kernels.mamba2_parts import Added, _load_sum
 
 if TYPE_CHECKING:
@@ -63,10 +64,7 @@ def step_sizes(
             A_log_H,
             dt,
             a,
-            length,
-            heads,
-            projected_BLU.stride(1),
-            width,
+            *(length, heads, projected_BLU.stride(1), width),
             **added.constants(),
             TOKENS=tokens,
             HEADS=HEADS_AT_ONCE,
@@ -169,11 +167,12 @@ def _forward(
     D = tl.load(D_ptr + head).to(tl.float32)
     h = tl.zeros((N, P), tl.float32)
     a_before = 0.0
+    maps = conv_ptr + row * L * channels + first
     for block in range(blocks):
         token = block * BLOCK + tl.arange(0, BLOCK)
         here = token < L
         tokens = (row * L + token)[:, None]
-        maps = conv_ptr + row * L * channels + first
+        last = tl.minimum((block + 1) * BLOCK, L) - 1
         B = tl.load(maps + token[None, :] * channels + state[:, None], mask=here[None, :], other=0.0)
         C = tl.load(
             maps + GROUPS * N + token[:, None] * channels + state[None, :], mask=here[:, None], other=0.0
@@ -181,16 +180,19 @@ def _forward(
         x = tl.load(conv_ptr + tokens * channels + head * P + entry[None, :], mask=here[:, None], other=0.0)
         a = tl.load(a_ptr + steps + token, mask=here, other=0.0)
         dt = tl.load(dt_ptr + steps + token, mask=here, other=0.0)
-        decay = tl.exp(tl.minimum(a[:, None] - a[None, :], 0.0))
+        a_after = tl.load(a_ptr + steps + last)  # before the store below, for which a load would wait
+        if block + 1 < blocks:  # x of the next block; B and C are in the cache, because other heads read them
+            ahead = conv_ptr + (row * L + tl.minimum(token + BLOCK, L - 1)[:, None]) * channels
+            prefetch(ahead + head * P + 64 * tl.arange(0, (P + 63) // 64)[None, :])
+        decay = exp(a[:, None] - a[None, :])  # infinite only where the weight is 0
         weight = tl.where(token[:, None] >= token[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
         y = D * x.to(tl.float32) + tl.dot(weight.to(x.dtype), x)
-        y += tl.dot(C, h.to(C.dtype)) * tl.exp(tl.minimum(a - a_before, 0.0))[:, None]
+        if block > 0:
+            y += tl.dot(C, h.to(C.dtype)) * exp(a - a_before)[:, None]
         target = y_ptr + tokens * inner + head * P + entry[None, :]
         tl.store(target, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
         if STATE or BY_BLOCK or block + 1 < blocks:
-            last = tl.minimum((block + 1) * BLOCK, L) - 1
-            a_after = tl.load(a_ptr + steps + last)
-            weight_x = x.to(tl.float32) * (tl.exp(tl.minimum(a_after - a, 0.0)) * dt)[:, None]
+            weight_x = x.to(tl.float32) * (exp(tl.minimum(a_after - a, 0.0)) * dt)[:, None]
             h = h * tl.exp(a_after - a_before) + tl.dot(B, weight_x.to(B.dtype))
             if not BY_BLOCK:
                 a_before = a_after

@@ -1,0 +1,44 @@
+"""The speed of training with the kernels of Mamba2 equals that of benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "benchmarks" / "results" / "gpu_training_compared_mamba2_h200.json"
+
+
+def words(path):
+    """Return a text in one line."""
+    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
+def spaced(number):
+    return f"{number:,}".replace(",", " ")
+
+
+def test_training_with_the_later_kernels_of_mamba2():
+    found = json.loads(FILE.read_text(encoding="utf-8"))
+    overview, notes = words("docs/results.md"), words("benchmarks/NOTES.md")
+    rates = {
+        (row["work"], row["commit"]): (row["tokens_per_second"], row["running_tokens_per_second"])
+        for row in found["rows"]
+    }
+    before = []
+    for work, name, target in (
+        ("mamba2_130m_bounded", "Mamba2 130M (4+1), 8 \N{MULTIPLICATION SIGN} 2048", 145_000),
+        ("state_tracking", "state tracking, 512 \N{MULTIPLICATION SIGN} 256, at 18 iterations", 2_400_000),
+    ):
+        waited, running = rates[work, "after"]
+        assert f"| {name} | {spaced(waited)}, {spaced(running)} |" in overview
+        assert f"| the same with later kernels | {waited:,} | {running:,} | | {target:,} |" in notes
+        assert all(new > old for new, old in zip((waited, running), rates[work, "fe09da6d"], strict=True))
+        before.insert(0, ", ".join(map(spaced, rates[work, "fe09da6d"])))
+    assert f"where the kernels before had {' and '.join(before)})" in overview
+    assert min(rates["state_tracking", "after"]) > 2_400_000
+    assert f"{found['trainer']['tokens_per_second']:,} tokens/s" in notes
+    tokens = 512 * 256 / found["trainer"]["median_step_seconds"]
+    assert tokens == pytest.approx(found["trainer"]["tokens_per_second"], rel=1e-3)
