@@ -42,6 +42,7 @@ FILES = {
     NORMED: "equal_compute_averaged_weight_norm",
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
+    "Llama, 30 M": "equal_compute_averaged_30m",
     "Llama, Muon": "equal_compute_averaged_muon",
     f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
     "Mamba2": "equal_compute_averaged_mamba2",
@@ -68,7 +69,7 @@ GROUPS = {
     "Llama": ("Llama",),
     "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
     OTHER: (f"Llama, {OTHER}, {LONG}", NORMED),
-    "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M"),
+    "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M", "Llama, 30 M"),
     "Mamba2": ("Mamba2", f"Mamba2, {LONG}", "Mamba2, four times the FLOPs"),
     "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
     "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}",),
@@ -77,7 +78,7 @@ GROUPS = {
 """Parts whose recipes share a table."""
 ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
 """Groups whose choice was between recipes of one model of each side, which the page has in words."""
-SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M")
+SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
 """Parts with text and FLOPs in proportion to the size."""
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
@@ -242,8 +243,11 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
 
 
 def single_seeds(part: str, optimizer: str) -> tuple[Rows, Rows] | None:
-    """Return what seed 0 prefers of both sides, of the smallest size of a part; None: it has not both."""
-    runs = [run for run in choosing(read(part)) if recipe_of(run).optimizer == optimizer]
+    """Return what seed 0 prefers of both sides, of the smallest size of a part; None: it has not both.
+
+    Of a part without seed 0, the reported runs.
+    """
+    runs = [run for run in choosing(read(part)) or read(part) if recipe_of(run).optimizer == optimizer]
     least = min((run["parameters"] for run in runs), default=0)
     sides = [
         min(

@@ -51,7 +51,7 @@ def lists() -> dict[str, Runs]:
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m``, 14.1 M for ``30m`` (120 books of
-    `equal_compute_text`; not run yet) and 2.6 M for the others; those of Mamba2 have a quarter, 1.46 M, and
+    `equal_compute_text`) and 2.6 M for the others; those of Mamba2 have a quarter, 1.46 M, and
     2.53 M for ``mamba2_10m_longer``. This list and ``weight_norm`` have the text of ``longer_other_text``.
     FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (explicit models of
     ``mamba2_10m_longer`` have half of it, too) and in ``weight_norm``, and four times in ``longest``. Small
@@ -127,7 +127,7 @@ def lists() -> dict[str, Runs]:
             for run in (
                 *({**shape, "learning_rate": rate} for rate in (2e-3, 4e-3) for shape in penalized),
                 *({**FOUR, "learning_rate": 4e-3, "seed": seed} for seed in (1, 2, 3)),
-                *({**PENALIZED, "learning_rate": 2e-3, "seed": seed} for seed in (1, 2)),
+                *({**PENALIZED, "learning_rate": 2e-3, "seed": seed} for seed in (1, 2, 3)),
             )
         ],
         "penalty": [
@@ -138,6 +138,7 @@ def lists() -> dict[str, Runs]:
             {**LLAMA, **tuned, "petaflops": 3.66, "average": LONGEST, **shape, "seed": seed}
             for shape, seeds in (
                 (FOUR, range(6)),
+                (EIGHT, (1, 2, 3)),
                 (PENALIZED, range(6)),
                 ({**PENALIZED, "residual_weight": 4.0}, range(6)),
                 ({**PENALIZED, "residual_weight": 16.0}, (0,)),

@@ -41,6 +41,11 @@ def test_the_headline_is_that_of_the_summary(leads: Any) -> None:
     large = {key for key, found in leads.items() if key[0] == "a" and found["difference"] <= -0.05}
     reaching = {key for key in large if leads[key]["below_with_every_seed"]}
     assert large - reaching == {("a", "Llama, other text, weight norm, twice the FLOPs", "adamw")}
+    largest = leads["a", "Llama, 30 M", "adamw"]
+    assert f"without the additional passes, it is only {below(largest)} % below" in PAGE
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"; Llama 30M by {below(largest)} % after half the passes, untuned." in readme
+    assert largest["seeds"] == [1, 1]
     assert reaching == {("a", f"Llama, {size}twice the FLOPs", "adamw") for size in ("", "10 M, ")}
     muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
     assert f"Muon are {below(muon[0])} to {below(muon[1])} % below" in PAGE
@@ -61,13 +66,16 @@ def test_the_headline_on_convergence(half: dict[str, Any]) -> None:
     assert max(min(share for _, share in map(at_fixed_point, found)) for found in llama.values()) < 0.99
     assert "with every seed, is missed by all Llamas if a token counts only when all tokens before it" in PAGE
     recorded = {part for part, found in llama.items() if half["own_residual"](found)}
-    assert recorded == {"Llama, other text, twice the FLOPs", half["NORMED"]}
-    every = [run for part in recorded for run in half["read"](part) if run["side"] == "implicit"]
+    assert recorded == {"Llama, other text, twice the FLOPs", half["NORMED"], "Llama, 30 M"}
+    (large,) = half["own_residual"](half["read"]("Llama, 30 M"))
+    assert f"missed by that of 29.9 M, which has no penalty ({percent(large, 2, sign=False)} %)" in PAGE
+    other = recorded - {"Llama, 30 M"}
+    every = [run for part in other for run in half["read"](part) if run["side"] == "implicit"]
     shares = half["own_residual"](every)
-    assert len(shares) == len(every) == 17
+    assert len(shares) == len(every) == 18
     assert shares[0] >= 0.99
     text = f"({percent(shares[0], 2, sign=False)} to {percent(shares[-1], 2, sign=False)} %)"
-    assert f"by all 17 implicit Llamas on the other text, where they were recorded {text}" in PAGE
+    assert f"by all 18 implicit Llamas of 5.3 M parameters on the other text {text} and missed" in PAGE
 
 
 def test_which_leads_every_seed_has(leads: Any) -> None:
@@ -181,9 +189,16 @@ def test_more_tokens_are_within_the_tolerance_than_converge() -> None:
 
 def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
     (slope,) = (line for line in half["lines"]().splitlines() if "per factor of 10" in line)
-    low, high = slope.partition("(")[2].rstrip(")").split(" to ")
+    low, high = slope.replace("\N{MINUS SIGN}", "-").partition("(")[2].rstrip(")").split(" to ")
     assert (low[0], high[0]) == ("-", "-")
-    assert "the interval of the slope excludes zero" in PAGE
+    assert "Over the five sizes the interval of the slope excludes zero" in PAGE
+    ours, theirs = (
+        next(run for run in half["read"]("Llama, 30 M") if run["side"] == side)
+        for side in ("implicit", "explicit")
+    )
+    lead, above = 1 - ours["report"] / theirs["report"], ours["choice"] / theirs["choice"] - 1
+    text = f"is {percent(lead, sign=False)} % below the explicit one (and {percent(above, sign=False)} %"
+    assert f"{text} above on the text of the choice)" in PAGE
     runs = [run for part in half["SIZES"] for run in half["reported"](half["read"](part))]
     sides = {
         "explicit": [run for run in runs if run["recipe"]["layers"] == [0, 4, 0]],
@@ -420,6 +435,7 @@ def test_the_earlier_figures_with_muon() -> None:
         ("other_text", ("longer_other_text",)),
         ("weight_norm", ("weight_norm",)),
         ("10m_longer", ("10m_longer",)),
+        ("30m", ("30m",)),
         ("mamba2_longer", ("mamba2_longer", "mamba2_longer_seeds")),
         ("mamba2_10m", ("mamba2_10m_longer",)),
         ("muon", ("muon", "muon_seeds")),
