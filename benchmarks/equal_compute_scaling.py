@@ -1,6 +1,6 @@
 """Perplexity against size at equal compute, with a fitted line for each side: docs/equal_compute_tables.md.
 
-    python benchmarks/equal_compute_scaling.py benchmarks/results/equal_compute_averaged{_700k,_2m,,_10m,_30m}.json
+    cd benchmarks && python equal_compute_scaling.py results/equal_compute_averaged{_700k,_2m,,_10m,_30m}.json
 
 Each file has one size, or several; files of one size must have the same text. Compares an implicit shape with
 the explicit model of equally many layers at every width that both have, with text and FLOPs in proportion.
