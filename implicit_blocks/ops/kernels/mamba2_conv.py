@@ -207,7 +207,7 @@ def _conv_backward(
     later_dy, _ = _parts(dy_ptr, dy_ptr, places, row, begin, end, channel, real, C, False)
     places = _places(rows_ptr, row, begin + 4, end, WIDTH, HAS_ROWS)
     dp_ptr += (row + begin - 3) * WIDTH + FIRST
-    for group in range(0, TOKENS + 3, 4):
+    for group in range(0, tl.minimum(TOKENS, L - begin) + 3, 4):
         now, now_dy, then = later, later_dy, begin + group + 4
         later = _parts(p_ptr, u_ptr, places, row, then, end, channel, real, STRIDE, HAS_U)
         later_dy, _ = _parts(dy_ptr, dy_ptr, places, row, then, end, channel, real, C, False)
