@@ -1,6 +1,8 @@
 """The figures with averaged weights on the pages on equal compute equal those of the result files."""
 
+import importlib
 import json
+import math
 import runpy
 from functools import partial
 from typing import Any
@@ -199,6 +201,14 @@ def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
     lead, above = 1 - ours["report"] / theirs["report"], ours["choice"] / theirs["choice"] - 1
     text = f"is {percent(lead, sign=False)} % below the explicit one (and {percent(above, sign=False)} %"
     assert f"{text} above on the text of the choice)" in PAGE
+    fitted = importlib.import_module("equal_compute_scaling").fitted
+    sizes = half["series"]([run for part in half["SIZES"] for run in half["read"](part)], layers=[1, 2, 1])
+    mean, *ends = map(math.expm1, fitted(sizes)["difference"].at(math.log(ours["parameters"])))
+    assert -lead > ends[1]  # above the line's interval
+    text = f"where the line gives {percent(mean)} % ({percent(ends[0])} to {percent(ends[1])} %)"
+    del sizes[ours["parameters"]]
+    slope = math.expm1(fitted(sizes)["difference"].slope * math.log(10))
+    assert f"{text}. Without this size the slope is {percent(slope)} % per factor of 10" in PAGE
     runs = [run for part in half["SIZES"] for run in half["reported"](half["read"](part))]
     sides = {
         "explicit": [run for run in runs if run["recipe"]["layers"] == [0, 4, 0]],
