@@ -44,7 +44,7 @@ def sigmoid(x):
 
 @triton.jit
 def prefetch(pointers):
-    """Begin to read the lines of 128 bytes that a block of pointers is in into the L2 cache."""
+    """Prefetch the 128-byte lines of a block of pointers into the L2 cache."""
     if NVIDIA:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",

@@ -91,7 +91,7 @@ def _launch(
 
 @triton.jit
 def _places(rows_ptr, row, first, high, WIDTH: tl.constexpr, HAS_ROWS: tl.constexpr):
-    # Where four tokens' rows begin, in a table where the tokens have rows of one.
+    # Offsets of the rows of four tokens; with ``HAS_ROWS`` those of the table's rows that the tokens have.
     places = ()
     for n in tl.static_range(4):
         place = row + first + n
