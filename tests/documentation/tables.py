@@ -13,6 +13,11 @@ def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def words(path: str) -> str:
+    """Return a text in one line."""
+    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+
+
 def catbabi_tests() -> list[dict[str, Any]]:
     """Return the results of the zoo's recipes for CatbAbI on the test split, those with longer rows first."""
     found = results("catbabi")

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
+from tests.documentation.tables import results, words
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"llama_1.3b": "Llama", "mamba2_1.3b": "Mamba2", "books_5m": "Llama", "books_5m_mamba2": "Mamba2"}
-
-
-def words(path):
-    """Return a text in one line."""
-    return re.sub(r"\s+", " ", (ROOT / path).read_text(encoding="utf-8"))
-
-
-def results(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def times_of_calls(profile):

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "benchmarks" / "results" / "gpu_training_compared_mamba2_h200.json"
-
-
-def words(path):
-    """Return a text in one line."""
-    return " ".join((ROOT / path).read_text(encoding="utf-8").split())
+from tests.documentation.tables import results, words
 
 
 def spaced(number):
@@ -21,7 +12,7 @@ def spaced(number):
 
 
 def test_training_with_the_later_kernels_of_mamba2():
-    found = json.loads(FILE.read_text(encoding="utf-8"))
+    found = results("gpu_training_compared_mamba2_h200")
     overview, notes = words("docs/results.md"), words("benchmarks/NOTES.md")
     rates = {
         (row["work"], row["commit"]): (row["tokens_per_second"], row["running_tokens_per_second"])
