@@ -30,6 +30,11 @@ def test_training_with_the_later_kernels_of_mamba2():
         before.insert(0, ", ".join(map(spaced, rates[work, "fe09da6d"])))
     assert f"where the kernels before had {' and '.join(before)})" in overview
     assert min(rates["state_tracking", "after"]) > 2_400_000
+    small, large = (
+        f"{row['tokens_per_second']:,} and {row['running_tokens_per_second']:,}"
+        for row in reversed(found["present"]["rows"])
+    )
+    assert f"another H200 has {small}, {large}" in notes
     assert f"{found['trainer']['tokens_per_second']:,} tokens/s" in notes
     tokens = 512 * 256 / found["trainer"]["median_step_seconds"]
     assert tokens == pytest.approx(found["trainer"]["tokens_per_second"], rel=1e-3)
