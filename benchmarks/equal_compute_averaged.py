@@ -28,10 +28,12 @@ from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 LONG = "twice the FLOPs"
-"""End of the names of parts whose runs have more FLOPs than their size and text would get."""
+MORE = "four times the FLOPs"
+"""Ends of the names of parts whose runs have more FLOPs than their size and text would get."""
 OTHER = "other text"
 """In the names of parts that repeat another one on other text."""
 NORMED = f"Llama, {OTHER}, weight norm, {LONG}"
+MAMBA2_NORMED = f"Mamba2, 10 M, weight norm, {LONG}"
 FILES = {
     "Llama, 0.7 M": "equal_compute_averaged_700k",
     "Llama, 2 M": "equal_compute_averaged_2m",
@@ -40,6 +42,7 @@ FILES = {
     f"Llama, {LONG}": "equal_compute_averaged_longer",
     f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
     NORMED: "equal_compute_averaged_weight_norm",
+    f"Llama, {OTHER}, {MORE}": "equal_compute_averaged_longest",
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
     "Llama, 30 M": "equal_compute_averaged_30m",
@@ -48,7 +51,8 @@ FILES = {
     "Mamba2": "equal_compute_averaged_mamba2",
     f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
     f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
-    "Mamba2, four times the FLOPs": "equal_compute_averaged_mamba2_longest",
+    MAMBA2_NORMED: "equal_compute_averaged_mamba2_weight_norm",
+    f"Mamba2, {MORE}": "equal_compute_averaged_mamba2_longest",
     "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
     "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
     "once": "equal_compute_once_late",
@@ -59,20 +63,21 @@ HALF = {
     f"Llama, 10 M, {LONG}": "Llama, 10 M",
     f"Llama, Muon, {LONG}": "Llama, Muon",
     f"Mamba2, {LONG}": "Mamba2",
+    f"Llama, {OTHER}, {MORE}": f"Llama, {OTHER}, {LONG}",
 }
 """Parts with the same text and half of the FLOPs, whose explicit models are candidates, too."""
-PLAIN = {NORMED: f"Llama, {OTHER}, {LONG}"}
+PLAIN = {NORMED: f"Llama, {OTHER}, {LONG}", MAMBA2_NORMED: f"Mamba2, 10 M, {LONG}"}
 """Parts with the same text and no weight norm, whose explicit models are candidates, too."""
-EDGES = ("Mamba2, four times the FLOPs", "Mamba2, longer averages")
+EDGES = (f"Mamba2, {MORE}", "Mamba2, longer averages")
 """Parts that the summary leaves out: they test the edges of others."""
 GROUPS = {
     "Llama": ("Llama",),
     "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
-    OTHER: (f"Llama, {OTHER}, {LONG}", NORMED),
+    OTHER: (f"Llama, {OTHER}, {LONG}", NORMED, f"Llama, {OTHER}, {MORE}"),
     "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M", "Llama, 30 M"),
-    "Mamba2": ("Mamba2", f"Mamba2, {LONG}", "Mamba2, four times the FLOPs"),
+    "Mamba2": ("Mamba2", f"Mamba2, {LONG}", f"Mamba2, {MORE}"),
     "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
-    "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}",),
+    "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}", MAMBA2_NORMED),
     "once": ("once",),
 }
 """Parts whose recipes share a table."""
@@ -301,7 +306,7 @@ def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, penalty and weight norm of the implicit one, text and FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight else ""
-    added = "".join(f", {name}" for name in ("weight norm", OTHER, LONG) if name in part)
+    added = "".join(f", {name}" for name in ("weight norm", OTHER, LONG, MORE) if name in part)
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
 

@@ -51,12 +51,12 @@ def lists() -> dict[str, Runs]:
 
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m``, 14.1 M for ``30m`` (120 books of
-    `equal_compute_text`) and 2.6 M for the others; those of Mamba2 have a quarter, 1.46 M, and
-    2.53 M for ``mamba2_10m_longer``. This list and ``weight_norm`` have the text of ``longer_other_text``.
-    FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` (explicit models of
-    ``mamba2_10m_longer`` have half of it, too) and in ``weight_norm``, and four times in ``longest``. Small
-    models have smaller batches, so that they take as many steps. ``mamba2_edges`` has four times the FLOPs,
-    and longer averages.
+    `equal_compute_text`) and 2.6 M for the others; those of Mamba2 have a quarter, 1.46 M. Lists of Mamba2
+    with a width of 352, ``weight_norm`` and ``longest`` have the text of ``longer_other_text``, 2.53 M.
+    FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` and with weight
+    norm, and four times in ``longest``; explicit models of Mamba2 with a width of 352 have half as many, too.
+    Small models have smaller batches, so that they take as many steps. ``mamba2_edges`` has four times the
+    FLOPs, and longer averages.
     """
     pair = (FOUR, LOOPED)
     muon = {**LLAMA, "optimizer": "muon"}
@@ -66,6 +66,8 @@ def lists() -> dict[str, Runs]:
     tuned = {"learning_rate": 2e-3, "weight_decay": 1.5}
     wide = {**LLAMA, "petaflops": 6.5, "width": 384}
     penalized = (FOUR, PENALIZED)
+    wider = {**MAMBA2, "width": 352, "average": SHORT}
+    both, normed = ({**EIGHT, "petaflops": 2.4}, {**LATE, "petaflops": 4.8}), {**wider, "weight_norm": True}
 
     def grid(common: dict[str, Any], shapes: Sequence[dict[str, Any]], *points: tuple[float, float]) -> Runs:
         values = [{"learning_rate": rate, "weight_decay": decay} for rate, decay in points]
@@ -80,7 +82,7 @@ def lists() -> dict[str, Runs]:
             *grid(MAMBA2, (EIGHT, LATE), (8e-3, 2.0)),
         ],
         "mamba2_10m_longer": [
-            {**MAMBA2, "width": 352, "average": SHORT, "learning_rate": 4e-3, "seed": seed, **run}
+            {**wider, "learning_rate": 4e-3, "seed": seed, **run}
             for run in (
                 {**LATE, "petaflops": 4.8, "weight_decay": 2.0},
                 {**EIGHT, "petaflops": 4.8, "weight_decay": 4.0},
@@ -145,7 +147,17 @@ def lists() -> dict[str, Runs]:
             )
             for seed in seeds
         ],
-        "longest": grid({**LLAMA, "petaflops": 7.32}, penalized, (2e-3, 1.5), (2e-3, 3.0)),
+        "longest": [
+            {**LLAMA, **tuned, "petaflops": 7.32, "average": [*LONGEST[1:], 0.9999], **shape, "seed": seed}
+            for shape in (FOUR, {**PENALIZED, "residual_weight": 4.0})
+            for seed in (1, 2, 3)
+        ],
+        "mamba2_weight_norm": [
+            *grid(normed, both, (4e-3, 2.0), (8e-3, 2.0)),
+            *grid(wider, both, (8e-3, 2.0), (2e-3, 4.0)),
+            *grid({**wider, "petaflops": 4.8}, (FEW, {**LATE, **TWICE, "loops": 3}), (4e-3, 2.0)),
+            *(run for seed in (1, 2, 3) for run in grid({**normed, "seed": seed}, both, (4e-3, 2.0))),
+        ],
         "10m": [{**wide, **tuned, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],
         "10m_longer": [
             {**wide, **tuned, **shape, "petaflops": 13.0, "seed": seed}

@@ -8,6 +8,7 @@ from tests.documentation.equal_compute_pages import PAGE, ROOT, SEEDS, below, ch
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 OTHER = "Llama, other text, twice the FLOPs"
+MORE = "Llama, other text, four times the FLOPs"
 MAMBA2 = "Mamba2, 10 M, twice the FLOPs"
 
 
@@ -91,7 +92,7 @@ def test_weight_norm_on_the_other_text(half: dict[str, Any], leads: Any) -> None
     assert (
         f"without it: {below(found)} % below (95 % interval: {interval(found)}), with three implicit" in PAGE
     )
-    assert f"the implicit model is {below(found)} % below the explicit one on the other text" in PAGE
+    assert f"the implicit model is {below(found)} % below the explicit one ({interval(found)})" in PAGE
     notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
     assert f"({interval(found)}), but the same explicit seed is below two of its three" in PAGE
     assert (
@@ -136,6 +137,47 @@ def test_eight_explicit_layers_on_the_other_text(half: dict[str, Any], leads: An
     notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
     text = f"{below(four)} % over 8 explicit layers ({interval(four)}), {below(normed)} % with weight norm"
     assert text in notes
+
+
+def test_four_times_the_flops_on_the_other_text(half: dict[str, Any], leads: Any) -> None:
+    more = {recipe.side: rows for recipe, rows in half["several_seeds"](MORE)}
+    ours, theirs = more["implicit"], more["explicit"]
+    plain, difference = by_penalty(half), SEEDS["difference_of_runs"]
+    (deep,) = (rows for recipe, rows in half["several_seeds"](OTHER) if sum(recipe.layers) == 8)
+    seen = [f"{rows[0]['epochs']:.0f}" for rows in (ours, plain[4], theirs, plain[0])]
+    gain = difference(ours, plain[4])
+    assert choice(ours) < choice(plain[4])
+    text = (
+        f"sees the text {seen[0]} times instead of {seen[1]}. It improves on both texts, by {below(gain)} %"
+    )
+    assert f"{text} on the held-out books (95 % interval: {interval(gain)})" in PAGE
+    text = f"sees the text {seen[2]} times instead of {seen[3]}, does not: the text of the choice prefers it"
+    assert f"{text} with twice the FLOPs ({choice(plain[0]):.2f} instead of {choice(theirs):.2f})" in PAGE
+    lead, own = difference(ours, plain[0]), difference(on_choice(ours), on_choice(plain[0]))
+    assert lead == leads["a", MORE, "adamw"]
+    assert lead["below_with_every_seed"]
+    text = f"is {below(lead)} % below that ({interval(lead)}), every seed below every explicit one, and"
+    assert f"{text} {below(own)} % on the text of the choice" in PAGE
+    text = f"`training.max_tokens={ours[0]['tokens'] / 1e6:.1f}e6 training.ema.decay=0.9995 phases.1.model"
+    assert f"{text}.gradient.residual_weight=4`" in PAGE
+    assert {half["average_of"](run) for run in ours} == {"0.9995"}
+    equal, last = difference(ours, theirs), sorted(run["report"] for run in theirs)
+    text = f"{below(equal)} % below (95 % interval: {interval(equal)}), whose three seeds scatter from"
+    assert f"{text} {last[0]:.2f} to {last[-1]:.2f}" in PAGE
+    for rows in (ours, theirs):
+        grid = rows[0]["recipe"]["average"]
+        assert not {half["average_of"](run) for run in rows} & {f"{grid[0]:g}", f"{grid[-1]:g}"}
+    free, own = difference(ours, deep), difference(on_choice(ours), on_choice(deep))
+    assert free == leads["b", MORE, "adamw"]
+    text = (
+        f"With four times the FLOPs it is {below(free)} % below them ({interval(free)}), and {below(own)} %"
+    )
+    assert f"{text} on the text of the choice; 8 layers were trained with twice the FLOPs alone" in PAGE
+    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    assert (
+        f"it is {below(lead)} % with four times the FLOPs ({interval(lead)}; three seeds), of which" in notes
+    )
+    assert f"with four times the FLOPs {below(free)} %" in notes
 
 
 def ends(shares: list[float], digits: int = 1) -> str:
@@ -204,7 +246,8 @@ def test_mamba2_of_9_6_m(half: dict[str, Any], leads: Any) -> None:
     ]
     assert converged[0] == [share for _, share in map(at_fixed_point, ours)]
     assert sum(share < 0.99 for share in converged[0]) == 1
-    assert "by Llama and, with one seed of three, by Mamba2 of 9.6 M" in PAGE
+    text_of_all = "by Llama and, with one seed of three each, by Mamba2 of 9.6 M with and without weight norm"
+    assert text_of_all in PAGE
     assert f"{text}; with all tokens before them {ends(converged[0])} % and {ends(converged[1])} %" in PAGE
 
 
@@ -227,7 +270,53 @@ def test_mamba2_beside_a_larger_explicit_model(half: dict[str, Any]) -> None:
     )
     assert f"{text} {below(found)} % below (95 % interval: {interval(found)}), every seed below" in PAGE
     notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
-    assert f"at 9.6 M, where it is {below(found)} % below 12 explicit layers" in notes
+    assert f"without, where it is {below(found)} % below 12 explicit layers" in notes
+
+
+def test_mamba2_of_9_6_m_with_weight_norm(half: dict[str, Any], leads: Any) -> None:
+    part, difference = half["MAMBA2_NORMED"], SEEDS["difference_of_runs"]
+    normed = {recipe.side: rows for recipe, rows in half["several_seeds"](part)}
+    ours, theirs = normed["implicit"], normed["explicit"]
+    plain = {
+        (recipe.side, recipe.petaflops): rows
+        for recipe, rows in half["several_seeds"](MAMBA2)
+        if sum(recipe.layers) == 8
+    }
+    before, less = plain["implicit", 4.8], plain["explicit", 2.4]
+    gains = [below(difference(*pair)) for pair in ((ours, before), (theirs, less))]
+    own = [below(difference(*map(on_choice, pair))) for pair in ((ours, before), (theirs, less))]
+    text = f"by {gains[0]} % (implicit) and {gains[1]} % (explicit) on the held-out books and by {own[0]} and"
+    assert f"{text} {own[1]} % on the text of the choice" in PAGE
+    lead, on_own = difference(ours, theirs), difference(on_choice(ours), on_choice(theirs))
+    assert lead == leads["a", part, "adamw"]
+    assert lead["below_with_every_seed"]
+    text = f"is {below(lead)} % below the explicit one, which has half of the FLOPs, every seed below every"
+    text = f"{text} explicit one; the interval, {interval(lead)}, includes 0. On the text of the choice it is"
+    assert f"{text} {below(on_own)} % below" in PAGE
+    mixed = difference(before, theirs)
+    text = f"without weight norm is {below(mixed)} % below the explicit one with it (95 % interval:"
+    assert f"{text} {interval(mixed)})" in PAGE
+    assert [sum(share < 0.99 for _, share in map(at_fixed_point, rows)) for rows in (ours, before)] == [1, 1]
+    within = [ends(half["own_residual"](ours, max_iterations=count), 2) for count in (32, 16)]
+    assert f"With weight norm it is slower: {within[0]} % in 32 iterations and {within[1]} % in 16" in PAGE
+    zero = {
+        (run["side"], run["recipe"]["weight_norm"], run["recipe"]["learning_rate"], run["shape"]): run[
+            "choice"
+        ]
+        for run in half["choosing"](half["read"](part))
+    }
+    for side, rows in (("implicit", before), ("explicit", less)):
+        shape = rows[0]["shape"]
+        assert min(zero[side, False, rate, shape] for rate in (2e-3, 8e-3)) > choice(rows)
+        assert zero[side, True, 8e-3, shape] > zero[side, True, 4e-3, shape]
+    others = {
+        shape: value for (side, *_, shape), value in zero.items() if shape[0] in "23" and side == "implicit"
+    }
+    assert others["3-2-3, 3 loops, 8 from 80%"] > choice(before)
+    (two,) = (value for shape, value in others.items() if shape.startswith("2-4-2"))
+    assert f"is level ({two:.2f} and {choice(before):.2f}, the latter over the reported seeds)" in PAGE
+    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    assert f"{below(lead)} % at 9.6 M with weight norm on both sides (not significant) and" in notes
 
 
 def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None:
@@ -241,27 +330,34 @@ def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None
     )
     muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
     once, free = leads["a", "Llama", "adamw"], leads["b", "Llama", "adamw"]
-    other, large = (leads["a", part, "adamw"] for part in (OTHER, MAMBA2))
+    other, more, large = (leads["a", part, "adamw"] for part in (OTHER, MORE, half["MAMBA2_NORMED"]))
+    wide_plain = leads["a", MAMBA2, "adamw"]
     passes = [
         f"{run['epochs']:.0f}"
-        for part in ("Llama, twice the FLOPs", OTHER)
+        for part in ("Llama, twice the FLOPs", OTHER, MORE)
         for run in half["reported"](half["read"](part))[-1:]
     ]
     both = f"{below(small)} % on one text (95 % interval: {interval(small)}) and"
     text = f"Llama 5M leads by {both} {below(other)} % on another ({interval(other)}) that it sees"
-    text = f"{text} {' to '.join(passes)} times, Llama 10M by {below(wide)} %, Mamba2 by"
+    text = f"{text} {' to '.join(passes[:2])} times, there by {below(more)} % after {passes[2]} times"
+    text = f"{text} ({interval(more)}); Llama 10M by {below(wide)} %, Mamba2 by"
     assert f"{text} {below(mamba2)} % at 6M ({interval(mamba2)}) and {below(large)} % at 10M" in readme
     assert f"({interval(large)}); Llama 30M by" in readme
     assert "untuned. On text seen once none has a lead" in readme
     text = f"leads by {below(once)} %. With twice the passes it leads by {below(small)} % on one text and by"
-    assert f"{text} {below(other)} % on another, where the 95 % interval includes 0" in language
+    text = f"{text} {below(other)} % on another, where the 95 % interval includes 0; with four times the"
+    assert f"{text} passes it leads by {below(more)} % there" in language
     assert f"With Muon the lead is {below(muon[0])} to {below(muon[1])} %" in language
-    text = f"With Mamba2 it is {below(mamba2)} % after twice the passes, which is not significant, and"
-    assert f"{text} {below(large)} % at 9.6 M parameters" in language
+    text = (
+        f"With Mamba2 it is {below(mamba2)} % after twice the passes and, with weight norm, {below(large)} %"
+    )
+    assert f"{text} at 9.6 M parameters, neither of which is significant" in language
+    assert all(found["interval"][1] > 0 for found in (mamba2, large))
     text = f"at 5.3 M parameters {below(small)} % over the explicit model of equal size on one text"
     text = f"{text} (95 % interval: {interval(small)}), but {below(other)} % on another ({interval(other)})"
-    assert f"{text}, where not every seed is below every explicit one; {below(wide)} % at 10.2 M" in notes
-    assert f"({interval(wide)}; recipe of 5.3 M)" in notes
+    assert f"{text}, where not every seed is below every explicit one; there it is" in notes
+    text = f"At 10.2 M it is {below(wide)} % with twice the FLOPs ({interval(wide)}; recipe of 5.3 M)"
+    assert text in notes
     assert not other["below_with_every_seed"]
     half_as_many = f"Llama has {below(once)} and {below(leads['a', 'Llama, 10 M', 'adamw'])} %"
     assert f"{half_as_many}, and {below(free)} % over the best explicit model" in notes
@@ -269,9 +365,11 @@ def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None
     less = below(leads["a", "Mamba2", "adamw"])
     assert f"Mamba2 is {less} % below, and {below(mamba2)} % with twice the FLOPs (neither" in notes
     assert f"(neither significant), {below(large)} % at 9.6 M" in notes
+    assert f"and {below(wide_plain)} % without, where" in notes
     text = f"5.3 M parameters is {below(small)} % below the explicit one on one text (95 % interval:"
-    text = f"{text} {interval(small)}) and {below(other)} % on another ({interval(other)}), that of 10.2 M"
-    text = f"{text} {below(wide)} % ({interval(wide)}), with Muon {below(muon[0])} to {below(muon[1])} %, and"
+    text = f"{text} {interval(small)}) and {below(other)} % on another ({interval(other)}), {below(more)} %"
+    text = f"{text} there with four times the FLOPs ({interval(more)}), that of 10.2 M {below(wide)} %"
+    text = f"{text} ({interval(wide)}), with Muon {below(muon[0])} to {below(muon[1])} %, and"
     assert f"{text} the implicit Mamba2 {below(mamba2)} % (5.8 M) and {below(large)} % (9.6 M)" in changes
     spec, mamba2_spec = (
         " ".join(
@@ -280,7 +378,8 @@ def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None
         for name in ("residual", "mamba2_residual")
     )
     text = (
-        f"with twice the FLOPs it is {below(mamba2)} % below, and with a width of 352 {below(large)} % below"
+        f"with twice the FLOPs it is {below(mamba2)} % below, and with a width of 352 and weight"
+        f" norm {below(large)} % below"
     )
     assert text in mamba2_spec
     runs = by_penalty(half)
