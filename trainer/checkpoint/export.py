@@ -81,12 +81,7 @@ def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: 
 
 
 def _write_for_transformers(
-    model: nn.Module,
-    spec: ModelSpec,
-    state: dict[str, Tensor],
-    folder: Path,
-    length: int,
-    run: Path | None,
+    model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int, run: Path | None
 ) -> bool:
     """Write a pretrained folder and return True; return False if transformers does not support the model.
 

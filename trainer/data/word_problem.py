@@ -106,10 +106,7 @@ class WordProblem:
         """Return the same problem with another p."""
         group, monoid = self._definition
         return WordProblem(
-            group=group,
-            monoid=monoid,
-            identity_probability=identity_probability,
-            draw_order=self.draw_order,
+            group=group, monoid=monoid, identity_probability=identity_probability, draw_order=self.draw_order
         )
 
     def sample(

@@ -67,13 +67,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        dtype: Dtype,
-        vocab_size: int,
-        shard_tokens: int,
-        log: Callable[[str], None],
+        self, folder: Path, *, dtype: Dtype, vocab_size: int, shard_tokens: int, log: Callable[[str], None]
     ) -> None:
         self.folder, self._shard_tokens = folder, shard_tokens
         self._dtype, self._vocab_size = dtype, vocab_size
