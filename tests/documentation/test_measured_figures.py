@@ -477,20 +477,22 @@ def test_memory_with_expandable_segments():
     default, quantized = (row for row in found["rows"] if row["work"] == "mamba2_1.3b_bounded")
     less, less_quantized = found["expandable_segments"]["rows"]
     ((name, value),) = found["expandable_segments"]["environment"].items()
-    figure = f"`{name}={value}`"
-    assert f"with {figure}, a setting of PyTorch's allocator: {less['reserved_gb']} instead of" in words(
-        "docs/training.md"
-    )
-    assert f"instead of {default['reserved_gb']} GB for Mamba2 1.3B" in words("docs/training.md")
-    assert f"With {figure} it is {less['reserved_gb']} GB" in NOTES
+    trainer = found["expandable_segments"]["trainer"]
+    ours, fixed = (f"{value:.1f}" for value in trainer["memory_gb"])
+    assert float(ours) < 42 < float(fixed) == default["reserved_gb"]
+    assert f"reserve less memory: {ours} instead of {fixed} GB for Mamba2 1.3B" in words("docs/training.md")
+    assert f"with which it reserves {ours} GB and reaches the target" in NOTES
+    assert "({} and {} s per step;".format(*trainer["median_step_seconds"]) in NOTES
+    assert f"with `{name}={value}` has {less['reserved_gb']} GB" in NOTES
     for page in (README, RESULTS):
-        assert f"#speed-and-precision): {less['reserved_gb']} |" in page
+        assert f"#speed-and-precision): {ours} |" in page
     assert (
         f"GB reserved | {default['reserved_gb']} (target 42 missed) | {quantized['reserved_gb']} | 42 |"
         in RESULTS
     )
     assert (
-        f"#speed-and-precision) | {less['reserved_gb']} | {less_quantized['reserved_gb']} | 42 |" in RESULTS
+        f"#speed-and-precision), as in the trainer | {less['reserved_gb']} |"
+        f" {less_quantized['reserved_gb']} | 42 |" in RESULTS
     )
     for key in ("tokens_per_second", "running_tokens_per_second"):  # at about the same speed
         assert less[key] == pytest.approx(default[key], rel=0.01)

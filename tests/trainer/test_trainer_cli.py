@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,26 @@ def test_trains_with_changes_from_the_command_line(
     }  # fmt: skip
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["chance"] == pytest.approx(1 / 12)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_segments_of_a_gpu_are_expandable_by_default(
+    given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, given.get(name, ""))  # restored after the test
+        if name not in given:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr("trainer.distributed.join", lambda *device, **options: sys.exit(3))
+    main(["--spec", S3])
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == found
 
 
 def test_a_stopped_run_is_resumed_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ a job that ends with 75.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import traceback
@@ -111,6 +112,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
 
             print(dry_run_report(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when torch first allocates memory on a GPU
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         from trainer.distributed import join, require_same_spec
         from trainer.run.build import build
         from trainer.storage.run_folder import folder_of_job, folder_to_resume
