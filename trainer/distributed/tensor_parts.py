@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
@@ -228,9 +224,7 @@ class _StoredPart(Tensor):
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties(dtype=self.dtype),
-                    size=self.shape,
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
                 ),
             )
             for chunk, overlap in zip(self.__create_chunk_list__(), self.overlaps, strict=True)

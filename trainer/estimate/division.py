@@ -117,9 +117,7 @@ def estimate_communication(phase: Phase, resolved: ResolvedLayout, *, ranks: int
             between += (resolved.context - 1) * passed * (forward + backward)
     own = counts.total - saved_parameters(model, resolved.tensor)
     return Communication(
-        gradients=round(_of_gradients(own, resolved, ranks)),
-        heads=round(heads),
-        sequences=round(between),
+        gradients=round(_of_gradients(own, resolved, ranks)), heads=round(heads), sequences=round(between)
     )
 
 

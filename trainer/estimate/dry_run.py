@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from implicit_blocks.describing.equations import loops_of
 from implicit_blocks.gradients import LastLoopsSpec
-from implicit_blocks.models.counting import (
-    count_flops,
-    count_parameters,
-    training_flops_per_token,
-)
+from implicit_blocks.models.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from trainer.estimate.division import estimate_communication
 from trainer.estimate.memory import GPU_BYTES, decoding_state, estimate_memory, resolve_layout

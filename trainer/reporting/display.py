@@ -176,10 +176,7 @@ class RichDisplay(Display):
         assert self._pace is not None
         remaining = self._pace.remaining(row)
         self._progress.update(
-            self._task,
-            completed=row["step"],
-            phase=row["phase"],
-            eta=f"ETA {duration(remaining)}",
+            self._task, completed=row["step"], phase=row["phase"], eta=f"ETA {duration(remaining)}"
         )
         self._show(format_row(row, accuracy=self._accuracy))
 

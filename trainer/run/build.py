@@ -351,12 +351,7 @@ def _warn(display: Display, origin: Origin | None, folder: RunFolder) -> None:
 
 
 def _beginning(
-    spec: RunSpec,
-    origin: Origin | None,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
+    spec: RunSpec, origin: Origin | None, *, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> TrainingProgress:
     """Return the initial progress; load the optimizer state of ``origin`` if the spec asks for it."""
     start = spec.training.init_from

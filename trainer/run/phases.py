@@ -29,13 +29,7 @@ class ActivePhase:
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        *,
-        model: nn.Module,
-        sources: Sequence[DataSource],
-        grid: Grid,
-        display: Display,
+        self, spec: RunSpec, *, model: nn.Module, sources: Sequence[DataSource], grid: Grid, display: Display
     ) -> None:
         self._phases = spec.phase_specs()
         self._total_steps = self._phases[-1].last_step

@@ -225,13 +225,7 @@ def _answers(
 
 @torch.no_grad()
 def score_answers(
-    model: nn.Module,
-    source: CatbAbI,
-    *,
-    rows: int,
-    batch_size: int,
-    device: torch.device,
-    precision: str,
+    model: nn.Module, source: CatbAbI, *, rows: int, batch_size: int, device: torch.device, precision: str
 ) -> dict[str, Any]:
     """Count a model's correct answers per task, with search statistics (None for an explicit model)."""
     correct, scored = torch.zeros(max(TASKS) + 1), torch.zeros(max(TASKS) + 1)

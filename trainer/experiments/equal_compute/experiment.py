@@ -140,9 +140,7 @@ def run(folder: Path, data: Path, report: Path, *, settings: Settings, device: s
         return {row["name"]: row for row in read_results(runs) if row["name"] in names}
 
     grid = Grid(
-        learning_rates=settings.learning_rates,
-        weight_decays=settings.weight_decays,
-        shares=settings.shares,
+        learning_rates=settings.learning_rates, weight_decays=settings.weight_decays, shares=settings.shares
     )
     open_tokens(report)  # refused before anything is trained
     base = base_recipe(settings, vocab_size=open_tokens(data).vocab_size or 8192)
@@ -239,11 +237,7 @@ def _chosen(plan: Comparison, rows: Rows, settings: Settings) -> dict[str, Recip
 
 
 def _compared(
-    plan: Comparison,
-    chosen: Mapping[str, Recipe],
-    rows: Rows,
-    reported: Rows,
-    settings: Settings,
+    plan: Comparison, chosen: Mapping[str, Recipe], rows: Rows, reported: Rows, settings: Settings
 ) -> dict[str, Any]:
     """Return one comparison as JSON values.
 

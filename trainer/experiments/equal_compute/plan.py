@@ -123,11 +123,7 @@ def comparisons(
     found: list[Comparison] = []
     for family, normalization, optimizer, kind in product(families, normalizations, optimizers, kinds):
         plain: dict[str, Any] = {"loops": 0, "gradient_loops": None, "loops_from": 0.0, "end_loops": 0}
-        common: dict[str, Any] = {
-            "family": family,
-            "optimizer": optimizer,
-            **NORMALIZATIONS[normalization],
-        }
+        common: dict[str, Any] = {"family": family, "optimizer": optimizer, **NORMALIZATIONS[normalization]}
         if kind == "fresh_text":
             common["petaflops"] = fresh_petaflops
         looped = tuple(replace(base, **common, **looped_shape(shape)) for shape in shapes)

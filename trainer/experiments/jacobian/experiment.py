@@ -72,13 +72,7 @@ def run(
 
 
 def measure(
-    *,
-    seed: int,
-    tokens: int,
-    width: int,
-    dt: tuple[float, float],
-    tolerance: float,
-    max_iterations: int,
+    *, seed: int, tokens: int, width: int, dt: tuple[float, float], tolerance: float, max_iterations: int
 ) -> list[StateJacobian]:
     """Return the Jacobians of the implicit model and of its explicit twin; arguments as for ``run``."""
     if tokens < 2 or width < 1:
@@ -127,9 +121,7 @@ def draw(found: list[StateJacobian]) -> Figure:
     from matplotlib.colors import LogNorm, SymLogNorm
 
     figure = new_figure(
-        width=12.4,
-        height=4.1 * len(found),
-        title="State-to-state Jacobian: Theorem 1, autograd, difference",
+        width=12.4, height=4.1 * len(found), title="State-to-state Jacobian: Theorem 1, autograd, difference"
     )
     panels = figure.subplots(len(found), 3, squeeze=False)
     for row, one in zip(panels, found, strict=True):

@@ -214,10 +214,7 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
 
     length, sequences = spec.data.seq_len, settings.sequences
     lengths = [
-        {
-            "multiple": multiple,
-            **perplexity(multiple * length, sequences and max(1, sequences // multiple)),
-        }
+        {"multiple": multiple, **perplexity(multiple * length, sequences and max(1, sequences // multiple))}
         for multiple in settings.multiples
     ]
     compute = []

@@ -114,12 +114,7 @@ def _draw_lead(axes: Axes, twins: Sequence[Mapping[str, Any]], colors: Mapping[s
         ]
         axes.plot(*_columns(points), "o-", color=colors[run["spec"]], linewidth=1.5, markersize=4)
     axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
-    finish(
-        axes,
-        title="Lead of the implicit model, all seeds",
-        x=seen,
-        y="perplexity reduction (%)",
-    )
+    finish(axes, title="Lead of the implicit model, all seeds", x=seen, y="perplexity reduction (%)")
 
 
 def _unit_of_tokens(runs: Sequence[Mapping[str, Any]]) -> tuple[float, str]:

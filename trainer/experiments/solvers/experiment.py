@@ -195,13 +195,7 @@ def _measure(
     model = load_trained_model(spec, weights)[0].to(device)
     tight = reference(model, batch, max_iterations)
     rows = compare(
-        model,
-        batch,
-        chosen,
-        tight,
-        tolerances=tolerances,
-        max_iterations=max_iterations,
-        repeats=repeats,
+        model, batch, chosen, tight, tolerances=tolerances, max_iterations=max_iterations, repeats=repeats
     )
     trained_on: list[dict[str, Any]] = []
     if penalties:

@@ -50,14 +50,7 @@ def measure(
         model = load_model(finished, device)
         assert isinstance(model, ImplicitLM)
         rows.append(
-            _row(
-                weight,
-                model,
-                batch,
-                tolerances,
-                max_iterations,
-                step_ms=1000 * seconds[len(seconds) // 2],
-            )
+            _row(weight, model, batch, tolerances, max_iterations, step_ms=1000 * seconds[len(seconds) // 2])
         )
     return rows
 

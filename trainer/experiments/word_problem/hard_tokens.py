@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 COLORS = (BLUE, ORANGE, GREEN, GREY)
 
 
-def run(
-    folder: Path,
-    settings: Settings,
-    *,
-    device: str,
-    checkpoints: Sequence[Path] = (),
-) -> str:
+def run(folder: Path, settings: Settings, *, device: str, checkpoints: Sequence[Path] = ()) -> str:
     """Train with each number of iterations, test in both modes, write the results and the plot."""
     place = choose_device(device)
     if checkpoints:
@@ -45,10 +39,7 @@ def run(
     written = {
         "experiment": "word-problem",
         "study": "hard-tokens",
-        "settings": {
-            **asdict(settings),
-            "checkpoints": list(map(str, checkpoints)),
-        },
+        "settings": {**asdict(settings), "checkpoints": list(map(str, checkpoints))},
         "tests": rows,
     }
     message = write_results(folder, "word_problem", written, draw)

@@ -69,14 +69,7 @@ def run(folder: Path, settings: Settings, *, device: str) -> str:
 
 
 def _solve(
-    folder: Path,
-    settings: Settings,
-    group: str,
-    model: str,
-    layers: int,
-    length: int,
-    *,
-    device: str,
+    folder: Path, settings: Settings, group: str, model: str, layers: int, length: int, *, device: str
 ) -> list[dict[str, Any]]:
     """Train one number of layers at one length, with seeds until one solves it."""
     found: list[dict[str, Any]] = []
