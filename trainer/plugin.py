@@ -30,6 +30,7 @@ def register_components(add: Add) -> None:
     add("schedule", spec.LinearSpec, "trainer.optim.schedules:build_linear")
     add("schedule", spec.WSDSpec, "trainer.optim.schedules:build_wsd")
     add("schedule", spec.ConstantSpec, "trainer.optim.schedules:build_constant")
+    add("schedule", spec.RewarmedSpec, "trainer.optim.schedules:Rewarmed")
     add("schedule", spec.WarmupConstantSqrtSpec, "trainer.optim.schedules:WarmupConstantSqrt")
     add("schedule", spec.WarmupLinearSpec, "trainer.optim.schedules:WarmupLinear")
     add("callback", spec.StopWhenSpec, "trainer.callbacks.stop_when:StopWhen")

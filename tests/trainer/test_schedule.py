@@ -14,6 +14,7 @@ from trainer.specs.run import (
     ConstantSpec,
     CosineSpec,
     LinearSpec,
+    RewarmedSpec,
     RunSpec,
     ScheduleSpec,
     WarmupConstantSqrtSpec,
@@ -106,6 +107,22 @@ def test_a_constant_schedule_keeps_the_peak_after_its_warm_up() -> None:
     assert rates_of(ConstantSpec(warmup=2), 4, peak=0.5) == [0.25, 0.5, 0.5, 0.5]
 
 
+def test_a_second_warm_up_multiplies_the_rates_of_another_schedule() -> None:
+    inner = WSDSpec(warmup=2, decay=4)
+    plain, found = (rates_of(spec, 10) for spec in (inner, RewarmedSpec(at=0.3, warmup=4, schedule=inner)))
+    factors = [1.0] * 3 + [0.25, 0.5, 0.75] + [1.0] * 4
+    assert found == pytest.approx([rate * factor for rate, factor in zip(plain, factors, strict=True)])
+
+
+def test_spans_of_a_second_warm_up_may_be_tokens(small: Callable[..., RunSpec]) -> None:
+    inner = {"kind": "constant", "warmup": "1 tokens"}
+    changes = {"kind": "rewarmed", "at": "1 tokens", "warmup": "1 tokens", "schedule": inner}
+    found = small({"training.schedule": changes}).schedule_spec()
+    assert isinstance(found, RewarmedSpec)
+    assert isinstance(found.schedule, ConstantSpec)
+    assert (found.at, found.warmup, found.schedule.warmup) == (1, 1, 1)
+
+
 def test_a_final_fraction_scales_with_the_peak_of_a_phase() -> None:
     spec = WSDSpec(warmup=0, decay=2, final_fraction=0.1)
     assert rates_of(spec, 6, peak=2.0) == [2.0 * rate for rate in rates_of(spec, 6)]
@@ -118,10 +135,18 @@ def test_a_final_fraction_scales_with_the_peak_of_a_phase() -> None:
         ({"kind": "linear", "warmup": "1000 tokens"}, "doesn't fit into 4 steps"),
         ({"kind": "wsd", "warmup": 2, "decay": 3}, "a decay of 3 don't fit into 4 steps"),
         ({"kind": "constant", "warmup": 5}, "shorten it, or use shares"),
+        (
+            {"kind": "rewarmed", "at": 2, "warmup": 3},
+            "second warmup of 3 steps after step 2 doesn't fit into 4",
+        ),
+        (
+            {"kind": "rewarmed", "at": 0, "warmup": 1, "schedule": {"kind": "cosine", "warmup": 5}},
+            "a warmup of 5",
+        ),
         ({"kind": "cosine", "final_fraction": 1.5}, "final_fraction"),
         ({"kind": "cosin"}, "did you mean 'cosine'"),
     ],
-    ids=["cosine", "tokens", "wsd", "constant", "fraction", "kind"],
+    ids=["cosine", "tokens", "wsd", "constant", "second", "inner", "fraction", "kind"],
 )
 def test_a_schedule_that_does_not_fit_is_refused_with_its_place(
     small: Callable[..., RunSpec], schedule: dict[str, Any], words: str

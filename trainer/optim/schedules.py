@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from implicit_blocks import registry
 from trainer.specs.training import steps_of
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         ConstantSpec,
         CosineSpec,
         LinearSpec,
+        RewarmedSpec,
         WarmupConstantSqrtSpec,
         WarmupLinearSpec,
         WSDSpec,
@@ -114,6 +116,20 @@ class WarmupDecay(Schedule):
             return peak * _warm_up(step, self.warmup_steps)
         progress = min(1.0, (step - self.decay_from) / max(1, self.total_steps - self.decay_from))
         return peak * (self.final_fraction + (1.0 - self.final_fraction) * self.shape(progress))
+
+
+class Rewarmed(Schedule):
+    """Another schedule, whose rates a second linear warm-up multiplies."""
+
+    def __init__(self, spec: RewarmedSpec, *, total_steps: int) -> None:
+        self.schedule: Schedule = registry.build(spec.schedule, total_steps=total_steps)
+        self.begins_at = steps_of(spec.at, total_steps)
+        self.warmup_steps = steps_of(spec.warmup, total_steps)
+
+    def rate(self, step: int, *, peak: float) -> float:
+        """Return the learning rate of the update at ``step``."""
+        rate, since = self.schedule.rate(step, peak=peak), step - self.begins_at
+        return rate if since < 0 else rate * _warm_up(since, self.warmup_steps)
 
 
 def _half_cosine(progress: float) -> float:

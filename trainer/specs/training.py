@@ -207,6 +207,32 @@ class ConstantSpec(_SpannedSpec):
     """Length of the warmup: steps, a share of the run, or tokens."""
 
 
+class RewarmedSpec(_SpannedSpec):
+    """Another schedule with a second linear warmup, such as where a phase changes the number of loops."""
+
+    kind: Literal["rewarmed"] = "rewarmed"
+    at: Until
+    """Where the second warmup begins: steps, a share of the run, or tokens."""
+    warmup: Span = 40
+    """Length of the second warmup: steps, a share of the run, or tokens."""
+    schedule: ScheduleSpec = WarmupConstantSqrtSpec()
+    """The schedule whose learning rates are multiplied by the second warmup."""
+
+    def in_steps(self, steps: Callable[..., int]) -> Self:
+        """Return a copy with spans in tokens, those of `schedule` too, converted to steps."""
+        return super().in_steps(steps).model_copy(update={"schedule": self.schedule.in_steps(steps)})
+
+    def check(self, total_steps: int) -> None:
+        """Reject a run that ends before the second warmup does, or is too short for `schedule`."""
+        self.schedule.check(total_steps)
+        at, warmup = steps_of(self.at, total_steps), steps_of(self.warmup, total_steps)
+        if at + warmup > total_steps:
+            raise ValueError(
+                f"a second warmup of {warmup} steps after step {at} doesn't fit into {total_steps} steps; "
+                "begin it earlier, or shorten it"
+            )
+
+
 # ------------------------------------------------------------------------------------ settings
 
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
