@@ -173,7 +173,14 @@ def lists() -> dict[str, Runs]:
 
 
 def listed_runs(name: str) -> Runs:
-    """Return the recipes of a list of this file, or of a JSON file with a list or results of this program."""
+    """Return the recipes of a list, or of a JSON file with a list or results of this program.
+
+    ``ablations`` and ``ablations_eager`` are lists of `equal_compute_ablations`.
+    """
+    if name in ("ablations", "ablations_eager"):
+        from equal_compute_ablations import runs
+
+        return runs(eager=name == "ablations_eager")
     known = lists()
     if name in known:
         return known[name]

@@ -25,10 +25,14 @@ def flops_per_token(model: ModelSpec, *, length: int) -> float:
         raise ValueError(
             f"models of kind {model.kind!r} have no count of FLOPs; use explicit_lm or implicit_lm"
         )
-    if isinstance(model, ImplicitLMSpec) and model.depth.expected_loops() is None:
+    if (
+        isinstance(model, ImplicitLMSpec)
+        and model.depth.expected_loops() is None
+        and model.stopping.tolerance > 0  # otherwise all iterations are executed
+    ):
         raise ValueError(
             f"with depth {model.depth.kind!r} the data decide how many FLOPs a step takes, so that a budget "
-            "cannot be kept; choose depth: {kind: fixed, loops: N}"
+            "cannot be kept; choose depth: {kind: fixed, loops: N}, or stopping.tolerance: 0"
         )
     found = training_flops_per_token(model, length=length)
     if found is None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from implicit_blocks.mixers import Attention, RopeScaling
+from implicit_blocks.models.counting import expected_loops
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.solvers import AndersonSpec, PicardSpec
 from implicit_blocks.specs import SolverSpec
@@ -209,11 +210,8 @@ class Measuring:
 
     @property
     def trained_loops(self) -> int | None:
-        """Number of loops of the last training steps; None: it is an explicit model."""
-        if not isinstance(self.model, ImplicitLM):
-            return None
-        loops: int = getattr(self.model.spec.depth, "loops")  # noqa: B009  # of the kind `fixed`
-        return loops
+        """Mean number of loops of the last training steps; None: it is an explicit model."""
+        return round(expected_loops(self.model.spec)) if isinstance(self.model, ImplicitLM) else None
 
     @property
     def tolerance(self) -> float:

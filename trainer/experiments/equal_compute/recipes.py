@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,6 +15,8 @@ from pydantic import ValidationError
 from implicit_blocks.specs import ModelSpec
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import format_error
+from implicit_blocks.specs.loading import apply_overrides
+from implicit_blocks.specs.tree import dump_yaml, parse_yaml
 from trainer.experiments.equal_compute.flops import run_flops
 from trainer.specs.run import RunSpec
 
@@ -61,6 +65,8 @@ class Recipe:
     qk_norm: bool = True
     average: float | tuple[float, ...] | None = None
     """Factor of a moving average of the weights, per step; of several the best on the text of the choice."""
+    changes: tuple[str, ...] = ()
+    """Further changes of the run's spec, each ``path.to.key=value`` as for ``python -m trainer``."""
     batch_size: int = 16
     length: int = 512
     vocab_size: int = 8192
@@ -68,6 +74,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "changes", tuple(self.changes))
         if isinstance(self.average, Sequence):
             object.__setattr__(self, "average", tuple(self.average))
         prelude, core, coda = self.layers
@@ -110,8 +117,9 @@ class Recipe:
     @property
     def shape(self) -> str:
         """The shape of the model in words: ``4 layers``, or ``1-2-1, 3 loops``."""
+        changes = "".join(f", {change}" for change in self.changes)
         if not self.loops:
-            return f"{self.layers[1]} layers"
+            return f"{self.layers[1]} layers{changes}"
         late = f" from {self.loops_from:.0%}" if self.loops_from else ""
         kind = "" if self.injection == "residual" else f" {self.injection}"
         last = "" if self.gradient_loops is None else f", gradient of {self.gradient_loops}"
@@ -119,7 +127,7 @@ class Recipe:
         gate = "" if self.gate is None else f", gate {self.gate:g}"
         damping = "" if self.damping == 1 else f", damping {self.damping:g}"
         penalty = f", penalty {self.residual_weight:g}" if self.residual_weight else ""
-        rest = f"{late}{end}{last}{gate}{damping}{penalty}"
+        rest = f"{late}{end}{last}{gate}{damping}{penalty}{changes}"
         return f"{'-'.join(map(str, self.layers))}{kind}, {self.loops} loops{rest}"
 
     @property
@@ -138,6 +146,7 @@ class Recipe:
         parts += [] if self.optimizer == "adamw" else [self.optimizer]
         parts += ["wn"] if self.weight_norm else []
         parts += [] if self.qk_norm or self.family == "mamba2" else ["plain"]
+        parts += [_short("_".join(self.changes))] if self.changes else []
         parts += [f"lr{self.learning_rate:g}", f"wd{self.weight_decay:g}", f"{self.petaflops:g}pf"]
         parts += [f"share{self.share:g}"] if self.share != 1 else []
         parts += ["ema" + "-".join(f"{decay:g}" for decay in self.averages)] if self.averages else []
@@ -158,11 +167,17 @@ class Recipe:
 
     def as_row(self) -> dict[str, Any]:
         """Return the recipe as JSON values."""
-        return {**asdict(self), "layers": list(self.layers)}
+        return {**asdict(self), "layers": list(self.layers), "changes": list(self.changes)}
 
     def with_seed(self, seed: int) -> Recipe:
         """Return the same recipe with another seed."""
         return replace(self, seed=seed)
+
+
+def _short(changes: str) -> str:
+    """Return changes as a part of a file's name, which may have 255 bytes in all."""
+    words = re.sub(r"[^\w.=-]+", "-", changes).strip("-")
+    return words if len(words) <= 40 else f"{words[:31]}-{zlib.crc32(changes.encode()):08x}"
 
 
 def spec_of(recipe: Recipe, data: Path) -> RunSpec:
@@ -183,15 +198,22 @@ def spec_of(recipe: Recipe, data: Path) -> RunSpec:
 
 def model_of(recipe: Recipe) -> ModelSpec:
     """Return the model of a recipe alone, which needs no tokens."""
-    return ModelSpec.model_validate(_tree(recipe, Path(), steps=2)["model"])
+    return ModelSpec.model_validate(_changed(recipe, Path(), steps=2)["model"])
 
 
 def _validated(recipe: Recipe, data: Path, *, steps: int) -> RunSpec:
-    tree = _tree(recipe, data, steps)
+    tree = _changed(recipe, data, steps)
     try:
         return validate(RunSpec, tree)
     except ValidationError as error:
         raise format_error(error, tree, source=recipe.name) from None
+
+
+def _changed(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:
+    tree = _tree(recipe, data, steps)
+    if not recipe.changes:
+        return tree
+    return apply_overrides(parse_yaml(dump_yaml(tree), source=recipe.name), recipe.changes)
 
 
 def _tree(recipe: Recipe, data: Path, steps: int) -> dict[str, Any]:

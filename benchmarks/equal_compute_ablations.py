@@ -1,0 +1,194 @@
+"""Ablations of the looped Llama at equal compute: what each part of its recipe changes.
+
+    python benchmarks/equal_compute_gpu.py ablations --data DIR --report DIR --output DIR --summary FILE
+    python benchmarks/equal_compute_ablations.py FILE
+
+Every row changes one part of the base recipe (1-2-1 with 3 loops, 8 in the last fifth of the steps, residual
+injection) and executes the same FLOPs on the same text. Changes that are not fields of a recipe are settings
+of the run, as ``python -m trainer`` takes them. The list ``ablations_eager`` has the rows whose steps cannot
+be captured, which are best trained in a process of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from equal_compute_seeds import mean_perplexity
+
+from trainer.experiments.equal_compute.recipes import Recipe
+from trainer.experiments.equal_compute.tables import at_fixed_point
+
+Row = dict[str, Any]
+COMMON: Row = {
+    "family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995], "learning_rate": 2e-3,
+    "weight_decay": 1.5,
+}  # fmt: skip
+END: Row = {"end_loops": 8, "end_from": 0.8}
+THROUGHOUT: Row = {"layers": [1, 2, 1], "loops": 3}
+BASE: Row = {**THROUGHOUT, **END}
+RATES = "{kind: warmup_constant_sqrt, warmup: 0.02, decay: 0.3, final_learning_rate: 1e-5}"
+SEARCHED = (
+    "model.depth.kind=until_converged",
+    "model.stopping={tolerance: 0, max_iterations: 3}",
+    "phases=[{name: three, until: 0.8}, {name: end, model: {stopping: {max_iterations: 8}}}]",
+)
+"""A search of 3 iterations, and of 8 in the last fifth, in the place of loops; all of them are executed."""
+
+
+def _changed(*changes: str, base: Row = BASE) -> Row:
+    return {**base, "changes": list(changes)}
+
+
+def _rewarmed(at: float) -> str:
+    return f"training.schedule={{kind: rewarmed, at: {at:g}, warmup: 0.01, schedule: {RATES}}}"
+
+
+def _stages(*loops: int) -> str:
+    """Return phases of equal length with these numbers of loops."""
+    phases = [
+        f"{{name: loops{n}, until: {(place + 1) / len(loops):g}, model: {{depth: {{loops: {n}}}}}}}"
+        for place, n in enumerate(loops[:-1])
+    ]
+    return f"phases=[{', '.join(phases)}, {{name: loops{loops[-1]}}}]"
+
+
+GROUPS: dict[str, dict[str, Row]] = {
+    "base": {"base": BASE, "explicit, 4 layers": {"layers": [0, 4, 0]}},
+    "injection": {
+        kind: {**BASE, "injection": kind} for kind in ("none", "add", "concat", "diagonal", "attractor")
+    },
+    "layers that iterate": {
+        "all, 0-4-0": {**BASE, "layers": [0, 4, 0]},
+        "first half, 0-2-2": {**BASE, "layers": [0, 2, 2]},
+        "second half, 2-2-0": {**BASE, "layers": [2, 2, 0]},
+        "one of four, 2-1-1": {**BASE, "layers": [2, 1, 1]},
+        "three of four, 1-3-0": {**BASE, "layers": [1, 3, 0]},
+        "8.5 M parameters, 2-4-2": {**BASE, "layers": [2, 4, 2]},
+        "11.7 M parameters, 4-4-4": {**BASE, "layers": [4, 4, 4]},
+    },
+    "loops": {f"{n} throughout": {**THROUGHOUT, "loops": n} for n in (2, 3, 4)}
+    | {"3, 16 from 85%": {**BASE, "end_loops": 16, "end_from": 0.85}},
+    "late loops": {
+        **{f"3 from {at:.0%}": {**BASE, "loops_from": at} for at in (0.5, 0.6, 0.75)},
+        "8 from 85%": {**THROUGHOUT, "loops": 8, "loops_from": 0.85, "gradient_loops": 3},
+        **{
+            f"3 from {at:.0%}, rate warmed up again": _changed(_rewarmed(at), base={**BASE, "loops_from": at})
+            for at in (0.5, 0.75)
+        },
+        "1, 2, 3 and 4 for a quarter each": _changed(_stages(1, 2, 3, 4), base={**THROUGHOUT, "loops": 4}),
+    },
+    "gradient": {
+        "of the last loop": {**BASE, "gradient_loops": 1},
+        "of the last 2 loops": {**BASE, "gradient_loops": 2},
+        "3 phantom steps": _changed(*SEARCHED, "model.gradient={kind: phantom, steps: 3}", base=THROUGHOUT),
+        "one adjoint step": _changed(*SEARCHED, "model.gradient={kind: one_step_adjoint}", base=THROUGHOUT),
+        "adjoint solve of 3 iterations": _changed(
+            *SEARCHED,
+            "model.gradient={kind: implicit_function, stopping: {tolerance: 0, max_iterations: 3}}",
+            base=THROUGHOUT,
+        ),
+    },
+    "convergence": {
+        "damping 0.8": {**BASE, "damping": 0.8},
+        "damping 0.5": {**BASE, "damping": 0.5},
+        "penalty on the residual 1": {**BASE, "residual_weight": 1.0},
+        "penalty on the residual 4": {**BASE, "residual_weight": 4.0},
+        "penalty on the Jacobian, 3 phantom steps": _changed(
+            *SEARCHED,
+            "model.gradient={kind: jacobian_penalty, weight: 0.1, gradient: {kind: phantom, steps: 3}}",
+            base=THROUGHOUT,
+        ),
+        "Anderson acceleration, 3 phantom steps": _changed(
+            *SEARCHED,
+            "model.gradient={kind: phantom, steps: 3}",
+            "model.solver={kind: anderson, memory: 2}",
+            base=THROUGHOUT,
+        ),
+    },
+    "random depth": {
+        "1 to 5 loops": _changed("model.depth={kind: uniform, low: 1, high: 5}", base=THROUGHOUT),
+        "Poisson, mean 3, at most 8": _changed(
+            "model.depth={kind: poisson, mean: 3, maximum: 8}", base=THROUGHOUT
+        ),
+    },
+    "branches and losses": {
+        "branches scaled by 0.5": _changed("model.residual_scaling={kind: layer_scale, init: 0.5}"),
+        "branches scaled by 0.25": _changed("model.residual_scaling={kind: layer_scale, init: 0.25}"),
+        "explicit, branches scaled by 0.5": _changed(
+            "model.residual_scaling={kind: layer_scale, init: 0.5}", base={"layers": [0, 4, 0]}
+        ),
+        "gates of at most 0.75": _changed(
+            "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}"
+        ),
+        "losses of loops 1, 2 and the last": _changed("model.objective={kind: iterates, at: [1, 2, last]}"),
+    },
+}
+"""Rows by group and label."""
+SEEDS = {"base": (0, 1, 2), "explicit, 4 layers": (0, 1, 2)}
+"""Seeds of the rows that have several, by label; the others have seed 0."""
+
+
+def is_eager(row: Row) -> bool:
+    """Return whether the steps of a row cannot be captured: a search, or a random depth."""
+    return any("model.depth" in change for change in row.get("changes", ()))
+
+
+def runs(*, eager: bool) -> list[Row]:
+    """Return the recipes of all rows, those that are captured or those that are not."""
+    return [
+        {**COMMON, **row, "seed": seed}
+        for rows in GROUPS.values()
+        for label, row in rows.items()
+        if is_eager(row) == eager
+        for seed in SEEDS.get(label, (0,))
+    ]
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return results as a Markdown table, group by group; rows without a result are left out."""
+    by_recipe: dict[Recipe, list[Mapping[str, Any]]] = {}
+    for run in found:
+        by_recipe.setdefault(Recipe.of(run["recipe"]).with_seed(0), []).append(run)
+    head = ("change", "parameters", "passes", "choice", "report", "last weights", "fixed point", "converged")
+    lines = [head, ("---",) * len(head)]
+    for group, rows in GROUPS.items():
+        for label, row in rows.items():
+            kept = by_recipe.get(Recipe.of({**COMMON, **row}).with_seed(0))
+            if kept:
+                name = label if group == "base" else f"{group}: {label}"
+                lines.append((name, *_cells(kept)))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    points = [one for one in map(at_fixed_point, runs) if one is not None]
+    change, share = (
+        (sum(column) / len(points) for column in zip(*points, strict=True)) if points else (None, None)
+    )
+    last = [{"report": run["weights"]["last"]["report"]} for run in runs]
+    return (
+        f"{runs[0]['parameters'] / 1e6:.1f} M",
+        f"{runs[0]['epochs']:.1f}",
+        f"{mean_perplexity(runs, 'choice'):.2f}",
+        f"{mean_perplexity(runs):.2f}",
+        f"{mean_perplexity(last):.2f}",
+        "" if change is None else f"{change:+.1%}",
+        "" if share is None else f"{share:.1%}",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+", help="files that --summary wrote")
+    options = parser.parse_args(arguments)
+    found = [run for path in options.results for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
