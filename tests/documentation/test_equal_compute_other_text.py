@@ -337,13 +337,13 @@ def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None
         for part in ("Llama, twice the FLOPs", OTHER, MORE)
         for run in half["reported"](half["read"](part))[-1:]
     ]
-    both = f"{below(small)} % on one text (95 % interval: {interval(small)}) and"
-    text = f"Llama 5M leads by {both} {below(other)} % on another ({interval(other)}) that it sees"
-    text = f"{text} {' to '.join(passes[:2])} times, there by {below(more)} % after {passes[2]} times"
-    text = f"{text} ({interval(more)}); Llama 10M by {below(wide)} %, Mamba2 by"
-    assert f"{text} {below(mamba2)} % at 6M ({interval(mamba2)}) and {below(large)} % at 10M" in readme
-    assert f"({interval(large)}); Llama 30M by" in readme
-    assert "untuned. On text seen once none has a lead" in readme
+    first, second, third = passes
+    text = f"Llama 5M: {below(small)} % on one text (95 % interval: {interval(small)}) after {first} passes"
+    text = f"{text}; on another {below(other)} % ({interval(other)}) after {second} and {below(more)} %"
+    assert f"{text} ({interval(more)}) after {third}. - Llama 10M: {below(wide)} %; Llama 30M:" in readme
+    text = f"untuned; Mamba2: {below(mamba2)} % at 6M ({interval(mamba2)}) and {below(large)} % at 10M"
+    assert f"{text} ({interval(large)})." in readme
+    assert "on text seen once none has a lead" in readme
     text = f"leads by {below(once)} %. With twice the passes it leads by {below(small)} % on one text and by"
     text = f"{text} {below(other)} % on another, where the 95 % interval includes 0; with four times the"
     assert f"{text} passes it leads by {below(more)} % there" in language
