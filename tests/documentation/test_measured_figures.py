@@ -329,8 +329,7 @@ def language_models():
             large["explicit", 8],
         ),
     ):
-        seeds = f"means of {len(ours)} and {len(theirs)} seeds"
-        row = f"perplexity on books at equal {name}, averaged weights, {seeds}"
+        row = f"perplexity on books at equal {name}, {len(ours)} and {len(theirs)} seeds"
         means = [f"{math.exp(mean(map(math.log, values))):.1f}" for values in (ours, theirs)]
         compared[row] = [means[0], f"{means[1]} (explicit)"]
     own, first = results("books_own_rates"), results("language")
