@@ -1,4 +1,4 @@
-"""The contract of a plugin's distribution: its kinds are registered without importing torch."""
+"""The contract of a plugin's distribution: how its kinds are registered."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from implicit_blocks.registry.hooks import GROUP
 _ASK = """
 import json, sys
 from implicit_blocks import registry
-owners = {}
+owners, by_name = {}, True
 for family, kind in json.loads(sys.argv[1]):
     try:
-        owners[f"{family} {kind}"] = registry.entry(family, kind).owner
+        entry = registry.entry(family, kind)
+        owners[f"{family} {kind}"], by_name = entry.owner, by_name and isinstance(entry.builder, str)
     except registry.UnknownKindError as error:
         owners[f"{family} {kind}"] = f"nobody: {error}"
-print(json.dumps({"owners": owners, "torch": "torch" in sys.modules}))
+print(json.dumps({"owners": owners, "torch": by_name and "torch" in sys.modules}))
 """
 
 
@@ -33,8 +34,9 @@ def check_plugin(distribution: str, *kinds: tuple[str, str]) -> None:
     check_plugin("acme-blocks", ("solver", "acme.halfway"), ("mixer", "acme.shift"))
     ```
 
-    The entry point must load, the kinds must belong to the plugin, and looking them up must not import torch,
-    so that specs can be validated quickly and on machines without torch.
+    The entry point must load, and the kinds must belong to the plugin. If all builders are registered as
+    strings, looking them up must not import torch, so that specs can be validated quickly and on machines
+    without torch.
 
     Args:
         distribution: its name, as in its ``pyproject.toml``.

@@ -50,7 +50,7 @@ def test_the_headline_is_that_of_the_summary(leads: Any) -> None:
     largest = leads["a", "Llama, 30 M", "adamw"]
     assert f"29.9 M parameters: {below(largest)} % below, with one seed of each side" in PAGE
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"; Llama 30M: {below(largest)} % after half the passes, untuned;" in readme
+    assert f". Llama 30M: {below(largest)} % after half the passes, untuned." in readme
     assert largest["seeds"] == [1, 1]
     parts = ("twice the FLOPs", "10 M, twice the FLOPs", "other text, four times the FLOPs")
     assert reaching == {("a", f"Llama, {part}", "adamw") for part in parts}

@@ -340,8 +340,8 @@ def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None
     first, second, third = passes
     text = f"Llama 5M: {below(small)} % on one text (95 % interval: {interval(small)}) after {first} passes"
     text = f"{text}; on another {below(other)} % ({interval(other)}) after {second} and {below(more)} %"
-    assert f"{text} ({interval(more)}) after {third}. - Llama 10M: {below(wide)} %; Llama 30M:" in readme
-    text = f"untuned; Mamba2: {below(mamba2)} % at 6M ({interval(mamba2)}) and {below(large)} % at 10M"
+    assert f"{text} ({interval(more)}) after {third}. - Llama 10M: {below(wide)} %. Llama 30M:" in readme
+    text = f"untuned. - Mamba2: {below(mamba2)} % at 6M ({interval(mamba2)}) and {below(large)} % at 10M"
     assert f"{text} ({interval(large)})." in readme
     assert "on text seen once none has a lead" in readme
     text = f"leads by {below(once)} %. With twice the passes it leads by {below(small)} % on one text and by"

@@ -353,16 +353,18 @@ def language_models():
     return {**compared, **found}
 
 
-@pytest.mark.parametrize(("page", "heading"), [("README.md", "Results"), ("docs/results.md", "Summary")])
-def test_every_row_of_the_summary_is_measured(page, heading):
+def test_every_row_of_the_summary_is_measured():
     wanted = {**speed_and_memory(), **tasks(), **language_models()}
-    assert summary_rows(page, heading) == wanted
+    assert summary_rows("docs/results.md", "Summary") == wanted
+    selected = summary_rows("README.md", "Results")
+    assert len(selected) >= 12
+    assert selected.items() <= wanted.items()
 
 
 def test_the_flops_of_the_explicit_twins():
     shares = [flops_share(results(name)["twins"]) for name in ("language", "books_own_rates")]
     assert [f"{share:.1f}" for share in shares] == ["0.3", "0.3"]
-    for text in (README, RESULTS, words("docs/language.md")):
+    for text in (RESULTS, words("docs/language.md")):
         assert "at 0.3 times the FLOPs" in text  # where the pages compare models at equal tokens
 
 
@@ -483,8 +485,7 @@ def test_memory_with_expandable_segments():
     assert f"with which it reserves {ours} GB and reaches the target" in NOTES
     assert "({} and {} s per step;".format(*trainer["median_step_seconds"]) in NOTES
     assert f"with `{name}={value}` has {less['reserved_gb']} GB" in NOTES
-    for page in (README, RESULTS):
-        assert f"#speed-and-precision): {ours} |" in page
+    assert f"#speed-and-precision): {ours} |" in RESULTS
     assert (
         f"GB reserved | {default['reserved_gb']} (target 42 missed) | {quantized['reserved_gb']} | 42 |"
         in RESULTS

@@ -39,6 +39,12 @@ def test_a_plugin_passes_although_another_imports_torch(tmp_path, monkeypatch):
     check_plugin("heavy", ("solver", "heavy.slow"))
 
 
+def test_a_plugin_of_one_module_passes_with_its_class_as_the_builder(tmp_path, monkeypatch):
+    solver = "import torch\nimport implicit_blocks as ib\nclass Slow(ib.Solver): ...\n"
+    install(solver + LIGHT.replace('"heavy:Slow"', "Slow"), tmp_path, monkeypatch)
+    check_plugin("heavy", ("solver", "heavy.slow"))
+
+
 @pytest.mark.parametrize(
     ("source", "kinds", "message"),
     [

@@ -81,7 +81,10 @@ def test_signals_save_the_run_and_name_the_resume_command(whole: Path, tmp_path:
         if number == signal.SIGTERM:
             os.kill(pid, number)  # a launcher may pass it on once more
         assert forks.wait(pid) == code, log.read_text()
-        assert f"stopped after step {len(rows(folder))}; continue by: --resume" in log.read_text()
+        assert (
+            f"stopped after step {len(rows(folder))}; continue by: python -m trainer --resume"
+            in log.read_text()
+        )
         assert (folder / "checkpoints" / f"step-{len(rows(folder)):08d}").is_dir()
     assert len(rows(folder)) < 48
     assert forks.run(arguments(folder, "--resume"), log=log) == 0, log.read_text()

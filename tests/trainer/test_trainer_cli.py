@@ -83,7 +83,7 @@ def test_a_stopped_run_is_resumed_from_its_folder(tmp_path: Path, capsys: pytest
     start = ["--spec", S3, "training.max_steps=4", "--output", str(folder), *TINY]
     code, out, _ = run([*start, "--stop-at", "2"], capsys)
     assert code == 0
-    assert f"stopped after step 2; continue by: --resume --output {folder}" in out
+    assert f"stopped after step 2; continue by: python -m trainer --resume --output {folder}" in out
     code, out, _ = run([*start], capsys)
     assert code == 2
     code, out, _ = run(["--resume", "--output", str(folder)], capsys)

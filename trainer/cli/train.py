@@ -188,7 +188,8 @@ def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> 
     """Report how a run without errors ended (stopped, early, done) and return the exit code."""
     if summary is None:
         run.display.log(
-            f"stopped after step {run.loop.progress.step}; continue by: --resume --output {run.folder.path}"
+            f"stopped after step {run.loop.progress.step}; continue by: "
+            f"python -m trainer --resume --output {run.folder.path}"
         )
         requested = stop_at is not None and run.loop.progress.step >= stop_at
         if requested and run.loop.stopped_by is None:

@@ -86,7 +86,10 @@ def open_shards(path: str | Path, *, dtype: TokenDtype | None = None) -> list[Sh
             )
         files = [path]
     else:
-        raise ValueError(f"there is no token file or directory {path}; check the path")
+        raise ValueError(
+            f"there is no token file or directory '{path}'; check the path, or make tokens of a text by "
+            f"python -m trainer.tokenize TEXT --tokenizer FILE --output {path}"
+        )
     shards = [_open(file, dtype) for file in files]
     vocabularies = {s.vocab_size for s in shards if s.vocab_size is not None}
     if len(vocabularies) > 1:

@@ -137,7 +137,7 @@ def test_a_text_file_is_rejected(tmp_path: Path) -> None:
 
 def test_invalid_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    with pytest.raises(ValueError, match="there is no token file or directory"):
+    with pytest.raises(ValueError, match=r"there is no token file or directory '.*'; .* trainer\.tokenize"):
         TokenData(path, length=3)
     with pytest.raises(ValueError, match=r"contains no \.bin or \.npy file"):
         TokenData(tmp_path, length=3)
