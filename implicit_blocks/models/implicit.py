@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from implicit_blocks.depths import UntilConvergedSpec
 from implicit_blocks.depths.depth import following_depth
 from implicit_blocks.exits import FixedExitSpec
+from implicit_blocks.gradients import LastLoops
 from implicit_blocks.injections.base import Injection
 from implicit_blocks.injections.projection import pays_by_token
 from implicit_blocks.interfaces import GradientEstimator, Solver
@@ -305,6 +306,11 @@ def search_plan(
     """Return how a call of a model searches; draws the number of loops where it is random."""
     solver, stopping = model.search_config(search)
     loops = loop_counts(model, batch_size, search)
+    looped = (search is not None and search.loops is not None) or isinstance(model.gradient, LastLoops)
+    if loops is not None and model.training and torch.is_grad_enabled() and not looped:
+        # The gradient estimator searches, with as many iterations as the depth has loops.
+        stopping = stopping.model_copy(update={"tolerance": 0.0, "max_iterations": loops.maximum})
+        loops = None
     trajectory = () if search is None else tuple(search.trajectory)
     if model.training and model.objective is not None:
         most = stopping.max_iterations if loops is None else loops.maximum

@@ -72,7 +72,9 @@ def solve_window(
     solution = _solve(model, f, start_BLC, plan, exit=exit, final_call=final_call)
     if not final_call:
         return solution, states
-    mapped_BLC, states = f.commit(solution.z) if commit else (f(solution.z), states)
+    constant = loops is not None and bool(loops.differentiated == 0)  # no loop, not even the last one
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not constant):
+        mapped_BLC, states = f.commit(solution.z) if commit else (f(solution.z), states)
     if loops is not None:
         return _with_last_loop(model, f, solution, mapped_BLC, plan), states
     if not torch.is_grad_enabled():  # otherwise the value is the gradient estimator's
@@ -105,18 +107,15 @@ def _solve(
         "compact": f.stack.graphs is None or f.stack.graphs.compact,
     }
     if loops is not None:
+        if not (isinstance(gradient, LastLoops) and model.training):
+            gradient = LastLoops()  # exactly these loops, all of them differentiated
         if final_call and loops.maximum == 1:
             return Search(solver=solver, stopping=stopping).report(start_BLC, start_BLC, iterations=0)
-        loops = loops.one_less() if final_call else loops
+        loops = loops.one_less(gradient.loops) if final_call else loops
         looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
         if not torch.is_grad_enabled():
             return looped(searched, start_BLC)
-        asked = search is not None and search.loops is not None
-        if isinstance(gradient, LastLoops) and model.training:
-            return gradient(f, start_BLC, looped)
-        if asked or not model.training:  # exactly these loops, all of them differentiated
-            return LastLoops()(f, start_BLC, looped)
-        stopping = stopping.model_copy(update={"tolerance": 0.0, "max_iterations": loops.maximum})
+        return gradient(f, start_BLC, looped)
     return solve_fixed_point(
         searched,
         start_BLC,

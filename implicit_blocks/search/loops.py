@@ -99,19 +99,20 @@ class LoopCounts:
             chosen = total if last is None else _at_most(total, last)
         return total - chosen, chosen
 
-    def one_less(self) -> LoopCounts:
-        """Return the counts before the last loop, which the caller takes for all elements.
+    def one_less(self, last: int | None = None) -> LoopCounts:
+        """Return the counts before the last loop, which the caller takes for all elements; ``last`` as above.
 
         Raises:
             ValueError: elements have different numbers of loops, or one loop.
 
         """
-        if not isinstance(self.total, int):
+        _, differentiated = self.split(last)
+        if isinstance(self.total, Tensor) or isinstance(differentiated, Tensor):
             raise ValueError(
                 "tokens with different numbers of loops cannot be committed together; give one number of "
                 "loops for all"
             )
-        return LoopCounts(self.total - 1)
+        return LoopCounts(self.total - 1, max(differentiated - 1, 0))
 
     def select_rows(self, rows: Tensor) -> LoopCounts:
         """Return the counts of the rows with these indices, (R,) int64."""

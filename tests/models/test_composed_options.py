@@ -202,6 +202,28 @@ def test_the_last_k_of_n_loops_are_differentiated(training):
     assert gradients["none"][1] is None
 
 
+COMMITTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "loops": ({}, {"loops": 5}),
+    "last of the loops": ({}, {"loops": (5, 2)}),
+    "no loop": ({}, {"loops": (5, 0)}),
+    "last_loops": ({**LOOPED, "gradient": {"kind": "last_loops", "loops": 2}}, {}),
+    "phantom": ({**LOOPED, "gradient": {"kind": "phantom", "steps": 2}}, {}),
+    "implicit_function": ({**LOOPED, "gradient": {"kind": "implicit_function"}}, {}),
+}
+
+
+@pytest.mark.parametrize(("changes", "options"), COMMITTED.values(), ids=COMMITTED)
+def test_committing_changes_neither_loss_nor_gradient(changes, options):
+    found = []
+    for return_state in (False, True):
+        model = built(**changes).train()
+        loss = model(tokens(), labels=tokens(), return_state=return_state, **options).loss
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([loss.detach(), torch.cat([gradient.flatten() for gradient in gradients])])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
 def test_a_given_start_is_where_the_loops_begin():
     model, ids = built(), tokens()
     with torch.no_grad():
