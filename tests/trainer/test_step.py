@@ -34,8 +34,8 @@ INPUTS = torch.tensor([[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]])
 LABELS = torch.tensor([[1, 2, 3], [IGNORED, IGNORED, 4], [IGNORED] * 3, [0, IGNORED, 2]])
 
 
-def step(**changes: Any) -> tuple[StepResult, torch.Tensor, torch.Tensor]:
-    model = Table()
+def step(*, model: Table | None = None, **changes: Any) -> tuple[StepResult, torch.Tensor, torch.Tensor]:
+    model = Table() if model is None else model
     before = model.logits.weight.detach().clone()
     options: dict[str, Any] = {
         "precision": "float32", "micro_batch_size": None, "max_grad_norm": None, "last_tokens": 1,
@@ -108,10 +108,30 @@ def test_adjoint_solves_of_all_micro_batches_are_counted() -> None:
 def test_the_mean_penalty_is_added_to_the_loss() -> None:
     loss, penalty = torch.tensor(2.0), torch.tensor([1.0, 2.0, 6.0])
     searched: Any = SimpleNamespace(penalty=penalty)
-    assert _objective(loss, searched) == 5.0
+    assert _objective(loss, searched, share=1.0, rows=1.0) == 5.0
+    assert _objective(loss, searched, share=0.5, rows=0.25) == 1.75
     without: Any = SimpleNamespace(penalty=None)
     for solution in (None, without):
-        assert _objective(loss, solution) is loss
+        assert _objective(loss, solution, share=0.5, rows=0.25) == 1.0
+
+
+class Penalized(Table):
+    """Its penalty has a gradient in every row, also in rows without labels."""
+
+    def forward(self, ids: torch.Tensor, *, labels: torch.Tensor, return_logits: bool) -> Any:
+        output = super().forward(ids, labels=labels, return_logits=return_logits)
+        penalty, yes = self.logits(ids).square().mean((1, 2)), torch.ones(len(ids), dtype=torch.bool)
+        status = {"iterations": yes.long(), "residual": yes.float(), "converged": yes, "diverged": ~yes}
+        output.solution = SimpleNamespace(penalty=penalty, adjoint=None, **status)
+        return output
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_penalty_does_not_depend_on_micro_batches(size: int) -> None:
+    whole, _, expected = step(model=Penalized())
+    cut, _, found = step(model=Penalized(), micro_batch_size=size)
+    assert cut.gradient_norm == pytest.approx(whole.gradient_norm, rel=1e-6)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan"), float("inf")])

@@ -118,9 +118,9 @@ def training_step(
 ) -> StepResult:
     """Make one update from a global batch.
 
-    The loss is the mean over the scored tokens of the global batch, independent of the micro-batches. If the
-    loss or the gradient norm is not finite, weights and optimizer state do not change on any rank
-    (``StepResult.not_finite``).
+    The loss is the mean over the scored tokens of the global batch, and the penalty of a gradient estimator
+    the mean over its rows, both independent of the micro-batches. If the loss or the gradient norm is not
+    finite, weights and optimizer state do not change on any rank (``StepResult.not_finite``).
 
     Args:
         layout: the model over the ranks.
@@ -155,11 +155,9 @@ def training_step(
         if sequences is not None:
             part = sequences.own(part)
         share = int((part.labels != IGNORED).sum()) / scored_total
-        if share == 0.0 and ranks.is_single:
-            continue  # a mean over no labels is NaN
         part = part.to(ranks.device)
         labels_BL = part.labels
-        if share == 0.0:  # the other ranks wait for this one: add a label, with weight 0
+        if share == 0.0:  # a mean over no labels is NaN: add a label, with weight 0
             labels_BL = labels_BL.clone()
             labels_BL[0, 0] = 0
         with layout.accumulating(last=first + size >= len(batch)):
@@ -169,7 +167,9 @@ def training_step(
                 )
             loss = output.loss
             assert loss is not None
-            (_objective(loss, output.solution) * (share * layout.gradient_scale)).backward()
+            rows = len(part) / (len(batch) * layout.grid.data.world_size)
+            objective = _objective(loss, output.solution, share=share, rows=rows)
+            (objective * layout.gradient_scale).backward()
         tally.add(loss.detach() * share, output, part.labels, last_tokens)
 
     # All measurements are read from the device at once, before the update, which NaN would destroy. Where
@@ -185,9 +185,10 @@ def training_step(
     return totals
 
 
-def _objective(loss: Tensor, solution: Solution | None) -> Tensor:
-    """Return the loss plus the penalty of the gradient estimator, if it has one."""
-    return loss if solution is None or solution.penalty is None else loss + solution.penalty.mean()
+def _objective(loss: Tensor, solution: Solution | None, *, share: float, rows: float) -> Tensor:
+    """Return a micro-batch's part of the loss, by its share of the labels, and of a penalty, by its rows."""
+    part, penalty = loss * share, None if solution is None else solution.penalty
+    return part if penalty is None else part + penalty.mean() * rows
 
 
 class _Tally:
