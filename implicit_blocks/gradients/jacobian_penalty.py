@@ -23,7 +23,7 @@ from implicit_blocks.specs.base import require_count, require_part
 
 
 class JacobianPenalty(GradientEstimator):
-    """Use another gradient estimator, and report ``weight · ‖J‖²_F / d`` as the solution's ``penalty``.
+    """Use another gradient estimator, and add ``weight · ‖J‖²_F / d`` to the solution's ``penalty``.
 
     ``J = ∂f/∂z`` at the point that the other estimator returned, which is a constant; d is the number of
     features of a row without padding. A smaller Jacobian makes the search shorter and the model less
@@ -81,7 +81,8 @@ class JacobianPenalty(GradientEstimator):
         size = jacobian_size(f, z, valid=valid, probes=self.probes, step=self.step)
         if partial:
             size = restore_diverged(size, torch.zeros_like(size), solution)
-        return replace(solution, penalty=self.weight * size)
+        own, other = self.weight * size, solution.penalty
+        return replace(solution, penalty=own if other is None else own + other)
 
 
 def jacobian_size(

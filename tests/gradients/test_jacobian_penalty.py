@@ -57,6 +57,23 @@ def test_the_jacobian_estimate_ignores_padding():
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+def test_the_penalty_is_added_to_that_of_the_other_gradient():
+    weight = torch.randn(6, 6, dtype=DOUBLE) / 5
+    plain, residual = ib.LastLoops(loops=1), ib.LastLoops(loops=1, residual_weight=0.5)
+    found = {}
+    for gradient in (residual, ib.JacobianPenalty(gradient=plain), ib.JacobianPenalty(gradient=residual)):
+        torch.manual_seed(0)
+        layer = ib.FixedPoint(
+            lambda z, x: torch.tanh(z @ weight + x),
+            gradient=gradient,
+            stopping=ib.Stopping(tolerance=0, max_iterations=2),
+        )
+        found[gradient] = layer(torch.ones(3, 6, dtype=DOUBLE, requires_grad=True)).penalty.detach()
+    of_residual, of_jacobian, of_both = found.values()
+    torch.testing.assert_close(of_both, of_residual + of_jacobian, rtol=1e-5, atol=0)
+    assert (of_residual > 0).all()
+
+
 @pytest.mark.parametrize("mixer", [ib.Mamba2Spec(d_state=4, head_dim=8), ib.AttentionSpec(n_heads=2)])
 def test_training_on_the_penalty_shrinks_the_jacobian(mixer):
     """Only the penalty is trained, so nothing else changes the Jacobian."""
