@@ -333,8 +333,9 @@ class LanguageModelSpec(ModelSpec):
                 "core_projection: true, so that a linear map follows the core"
             )
             raise field_error(message, "core_d_model", value=self.core_d_model)
-        if self.core_residual and self.core_width != self.d_model and not self.core_projection:
-            raise field_error("needs a core of the model's width", "core_residual", value=True)
+        if self.core_projection_bias and not self.core_projection:
+            message = "no linear map follows the core, so that none has a bias; set core_projection: true"
+            raise field_error(message, "core_projection_bias", value=True)
         for name, stack in self.stacks.items():
             place = () if name == "core" else (name,)
             for layer in stack.layers:

@@ -51,6 +51,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         r"z_init: .*'prelude'.*16.*width 8; choose another",
     ),
     "width without projection": ({"core_d_model": 8}, r"core_d_model: .*8 .*16; set core_projection: true"),
+    "bias without projection": (
+        {"core_projection_bias": True},
+        r"core_projection_bias: no linear map .*set core_projection: true",
+    ),
     "projections of unequal widths": (
         {"injection": {"kind": "projection"}, "layers": [{}, {"mixer": MAMBA2}]},
         r"injection: .*'projection'.*'48', '84'.*choose injection 'residual'",
