@@ -337,15 +337,23 @@ class LanguageModelSpec(ModelSpec):
             message = "no linear map follows the core, so that none has a bias; set core_projection: true"
             raise field_error(message, "core_projection_bias", value=True)
         for name, stack in self.stacks.items():
-            place = () if name == "core" else (name,)
             for layer in stack.layers:
                 for key, part in (("mixer", layer.mixer), ("mlp", layer.mlp)):
                     try:
                         if part is not None:
                             part.check(stack.d_model)
                     except ValueError as error:
-                        raise field_error(str(error), *place, key, value=part) from None
+                        raise field_error(str(error), *self._place_of(name, key, part), value=part) from None
         return self
+
+    def _place_of(self, name: str, key: str, part: Any) -> tuple[str | int, ...]:
+        """Return the field that a mixer or MLP of a stack comes from, which may be inherited from the core."""
+        stack = None if name == "core" else getattr(self, name)
+        for place, owner in (((name,), stack), ((), self)):
+            for number, entry in enumerate(getattr(owner, "layers", None) or ()):
+                if getattr(entry, key) is part:
+                    return (*place, "layers", number, key)
+        return (name, key) if getattr(stack, key, None) is part else (key,)
 
     @model_validator(mode="after")
     def _norm_before_coda_fits(self) -> Self:

@@ -208,10 +208,7 @@ def rows_apart(
         single = x[row : row + 1].detach().requires_grad_()
         alone = problem(single)
         (gradient,) = torch.autograd.grad((alone.z * weights[row : row + 1]).sum(), single)
-        error = max(
-            relative_error(alone.z[0], whole.z[row]),
-            relative_error(gradient[0], together[row]),
-        )
+        error = max(relative_error(alone.z[0], whole.z[row]), relative_error(gradient[0], together[row]))
         require(
             error < 1e-9,
             problem.gradient,

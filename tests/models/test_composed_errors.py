@@ -55,6 +55,22 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"core_projection_bias": True},
         r"core_projection_bias: no linear map .*set core_projection: true",
     ),
+    "heads in the core's pattern": (
+        {
+            "layers": [{}, {"mixer": {"kind": "attention", "n_heads": 5}}],
+            "n_layers": 2,
+            "prelude": {"n_layers": 2},
+        },
+        r"layers\.1\.mixer: d_model 16 is not divisible by n_heads 5",
+    ),
+    "heads in a pattern of the prelude": (
+        {"prelude": {"n_layers": 1, "layers": [{"mixer": {"kind": "attention", "n_heads": 5}}]}},
+        r"prelude\.layers\.0\.mixer: d_model 16 is not divisible by n_heads 5",
+    ),
+    "heads of the prelude": (
+        {"prelude": {"n_layers": 1, "mixer": {"kind": "attention", "n_heads": 5}}},
+        r"prelude\.mixer: d_model 16 is not divisible by n_heads 5",
+    ),
     "projections of unequal widths": (
         {"injection": {"kind": "projection"}, "layers": [{}, {"mixer": MAMBA2}]},
         r"injection: .*'projection'.*'48', '84'.*choose injection 'residual'",
