@@ -80,8 +80,7 @@ def require_transformers(what: str = "implicit_blocks.hf") -> None:
     """
     if find_spec("transformers") is None:
         raise ImportError(
-            f"{what} needs transformers 5.17 or newer; {install_extra('hf')}",
-            name="transformers",
+            f"{what} needs transformers 5.17 or newer; {install_extra('hf')}", name="transformers"
         )
 
 

@@ -29,12 +29,7 @@ from implicit_blocks.hf.folders import (
     write_transformers,
 )
 from implicit_blocks.hf.model_card import RunRecord, read_run, write_card
-from implicit_blocks.hf.tokenizer import (
-    add_token_fields,
-    check_tokenizer_fits,
-    load_tokenizer,
-    token_fields,
-)
+from implicit_blocks.hf.tokenizer import add_token_fields, check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.models.retrofit import parse_core, retrofit
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec

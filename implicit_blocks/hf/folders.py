@@ -45,13 +45,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-_TOKEN_FIELDS = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "max_position_embeddings",
-    "training_length",
-)
+_TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "training_length")
 _NEOX_VOCABULARY = 50277  # of GPT-NeoX-20B, where token 0 ends a text
 
 

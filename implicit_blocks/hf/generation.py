@@ -55,9 +55,7 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
             if mask is not None and mask.ndim == 2 and mask.shape[1] > shaped.shape[1]:
                 mask = mask[:, -shaped.shape[1] :]  # it includes the tokens in a cache
             valid = check_prompts(
-                shaped,
-                mask,
-                vocab_size=self.model.lm.spec.vocab_size if shaped is ids else None,
+                shaped, mask, vocab_size=self.model.lm.spec.vocab_size if shaped is ids else None
             )
             if valid is not None and not bool(valid[:, -1].all()):
                 row = int((~valid[:, -1]).nonzero()[0])

@@ -23,12 +23,7 @@ _WITHOUT_EFFECT = frozenset(
         "num_items_in_batch",  # used by the loss
         "token_type_ids",  # added by tokenizers
         "cache_position",
-        *(
-            "cu_seq_lens_q",
-            "cu_seq_lens_k",
-            "max_length_q",
-            "max_length_k",
-        ),  # position_ids suffice
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),  # position_ids suffice
         "seq_idx",
     }
 )

@@ -347,7 +347,7 @@ class LanguageModelSpec(ModelSpec):
         return self
 
     def _place_of(self, name: str, key: str, part: Any) -> tuple[str | int, ...]:
-        """Return the field that a mixer or MLP of a stack comes from, which may be inherited from the core."""
+        """Return the field that a stack's mixer or MLP comes from, which may be one of the core."""
         stack = None if name == "core" else getattr(self, name)
         for place, owner in (((name,), stack), ((), self)):
             for number, entry in enumerate(getattr(owner, "layers", None) or ()):

@@ -25,14 +25,7 @@ from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.policies import LookAhead, MovingAverage, PrefixCommit, expects_all_active
-from implicit_blocks.search.state import (
-    FullResults,
-    RowCompaction,
-    State,
-    StatusRule,
-    drop_prefix,
-    take_rows,
-)
+from implicit_blocks.search.state import FullResults, RowCompaction, State, StatusRule, drop_prefix, take_rows
 from implicit_blocks.search.trace import Trace, Trajectory
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping

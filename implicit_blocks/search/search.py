@@ -15,13 +15,7 @@ from torch import Tensor
 
 from implicit_blocks._utils.describe import described
 from implicit_blocks.exits.exit import Exit
-from implicit_blocks.interfaces import (
-    GradientEstimator,
-    LowPrecisionMap,
-    Map,
-    SearchingSolver,
-    Solver,
-)
+from implicit_blocks.interfaces import GradientEstimator, LowPrecisionMap, Map, SearchingSolver, Solver
 from implicit_blocks.ops.backends import is_forward_mode, is_transformed, is_vmapped
 from implicit_blocks.registry.contracts import require
 from implicit_blocks.search.agreement import Agreement
@@ -199,8 +193,7 @@ class Search:
             status = rule.update(status, residual, valid=self.valid, all_active=True).status
             return rule.solution(
                 status._replace(
-                    token_residual=status.last_residual,
-                    iterations=_spread(iterations, status.iterations),
+                    token_residual=status.last_residual, iterations=_spread(iterations, status.iterations)
                 ),
                 z,
                 valid=self.valid,

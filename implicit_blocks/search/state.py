@@ -25,14 +25,7 @@ from implicit_blocks.exits.exit import Exit
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.search.agreement import Agreement, DividedRows
 from implicit_blocks.search.trace import Trace
-from implicit_blocks.solution import (
-    SMALLEST_SCALE,
-    Solution,
-    difference,
-    narrow,
-    norm,
-    relative_residual,
-)
+from implicit_blocks.solution import SMALLEST_SCALE, Solution, difference, narrow, norm, relative_residual
 from implicit_blocks.specs import Stopping
 
 # ------------------------------------------------------------------------------------ status
@@ -188,10 +181,7 @@ class StatusRule:
             assert isinstance(self.tolerance, float)
 
             kept, improved, row_counts = updated(
-                residual.contiguous(),
-                *status[:5],
-                prefix_residual=prefix_residual,
-                tolerance=self.tolerance,
+                residual.contiguous(), *status[:5], prefix_residual=prefix_residual, tolerance=self.tolerance
             )
             return Update(Status._make([*kept, status.scale]), improved, row_counts)
         own = residual if measure is None else measure

@@ -64,10 +64,7 @@ def score_orders(model: Any, orders: Sequence[Order]) -> list[PromptRead]:
 
 @torch.no_grad()
 def score_prompts(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    counts: Sequence[int],
-    options: SearchOptions,
+    model: Any, prompts: Sequence[Sequence[int]], counts: Sequence[int], options: SearchOptions
 ) -> list[PromptRead]:
     """Return the log-probabilities of each prompt's tokens after the first, and the search's iterations.
 

@@ -327,11 +327,6 @@ def report_searches(batch: SlotBatch, size: int) -> None:
     """Report the slots' last tokens, and the searches before them."""
     places = batch.places("choose", size)
     rows, search = places.rows_R, batch.search
-    reported = (
-        batch.tokens_S[rows],
-        search.iterations[rows],
-        search.residual[rows],
-        search.converged[rows],
-    )
+    reported = (batch.tokens_S[rows], search.iterations[rows], search.residual[rows], search.converged[rows])
     for place, value in zip(places.report_4R, reported, strict=True):
         place.copy_(value)

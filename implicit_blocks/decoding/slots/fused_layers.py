@@ -136,13 +136,7 @@ class FusedMamba2:
             return z, Branch(out(mixed), squares, mixer.d_inner, gated.eps)
         if few and gated.groups == 1:
             return linear_rows(
-                mixed,
-                out.weight,
-                out.bias,
-                scales_M=out.scales,
-                norm_K=gated.weight,
-                eps=gated.eps,
-                z_RM=z,
+                mixed, out.weight, out.bias, scales_M=out.scales, norm_K=gated.weight, eps=gated.eps, z_RM=z
             ), None
         _, normed = add_norm(mixed, None, gated.weight, eps=gated.eps, groups=gated.groups, dtype=dtype)
         if few:

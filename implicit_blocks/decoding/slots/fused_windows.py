@@ -139,14 +139,7 @@ class FusedWindows:
         from implicit_blocks.ops.kernels.decoding_window_attention import attention_window
 
         into = mixer.in_proj
-        projected, _ = linear_window(
-            x,
-            into.weight,
-            into.bias,
-            length=step.length,
-            u_TM=step.u_TU,
-            late=True,
-        )
+        projected, _ = linear_window(x, into.weight, into.bias, length=step.length, u_TM=step.u_TU, late=True)
         y = attention_window(
             projected,
             step.rows_R,
@@ -171,13 +164,7 @@ class FusedWindows:
         tokens, channels = len(x.value_TK), inputs.taps_SWC.shape[2]
         conv = WindowConv(inputs, step.rows_R, inputs.taps_SWC.new_empty(tokens, channels))
         prepared, _ = linear_window(
-            x,
-            into.weight,
-            into.bias,
-            length=step.length,
-            u_TM=step.u_TU,
-            conv=conv,
-            late=True,
+            x, into.weight, into.bias, length=step.length, u_TM=step.u_TU, conv=conv, late=True
         )
         gated = mixer.norm
         whole = gated.groups == 1

@@ -61,11 +61,7 @@ def wavefront_of(batch: SlotBatch, tokens: int, *, asked: bool) -> Wavefront | N
 
 
 def decodes_in_flight(
-    model: LanguageModel,
-    options: SearchOptions,
-    states: Iterable[SlotStates] | None = None,
-    *,
-    asked: bool,
+    model: LanguageModel, options: SearchOptions, states: Iterable[SlotStates] | None = None, *, asked: bool
 ) -> bool:
     """Whether tokens can be in flight; the reason why not is logged once.
 

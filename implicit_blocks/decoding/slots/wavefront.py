@@ -232,13 +232,7 @@ class Wavefront:
         torch.argmax(results.logits, -1, out=results.chosen)
 
     def _mapped(
-        self,
-        z_RLC: Tensor,
-        rows_R: Tensor,
-        window: Window,
-        prefix: Window,
-        inputs: Inputs,
-        commits_R: Tensor,
+        self, z_RLC: Tensor, rows_R: Tensor, window: Window, prefix: Window, inputs: Inputs, commits_R: Tensor
     ) -> Tensor:
         """Return the map's values, and commit the first tokens of each row to the core's states."""
         batch, index = self.batch, self._index(rows_R)

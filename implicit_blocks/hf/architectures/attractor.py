@@ -96,10 +96,7 @@ def read_search(fields: PublishedFields) -> dict[str, Any]:
         "solver": solver,
         "stopping": stopping,
         "gradient": gradient,
-        "at_evaluation": {
-            "solver": solver,
-            "stopping": {"max_iterations": most, "scope": "prefix"},
-        },
+        "at_evaluation": {"solver": solver, "stopping": {"max_iterations": most, "scope": "prefix"}},
     }
 
 

@@ -337,12 +337,4 @@ def mlp_fields(mlp: Any) -> dict[str, Any]:
     }
 
 
-__all__ = [
-    "ACTIVATIONS",
-    "FLOAT32_EPS",
-    "WITHOUT_EFFECT",
-    "Blocks",
-    "Common",
-    "mlp_fields",
-    "read_common",
-]
+__all__ = ["ACTIVATIONS", "FLOAT32_EPS", "WITHOUT_EFFECT", "Blocks", "Common", "mlp_fields", "read_common"]
