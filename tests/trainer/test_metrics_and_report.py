@@ -120,6 +120,19 @@ def test_plain_lines_are_a_screenful_or_one_a_minute(
     assert [int(line.split("/")[0]) for line in lines] == expected
 
 
+def test_plain_lines_name_an_activity_after_a_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("trainer.reporting.display.time.monotonic", lambda: now)
+    display = PlainDisplay(log_every=1, accuracy=True)
+    display.doing("evaluating short")
+    now += 30.0
+    display.doing("evaluating long")
+    display.doing("saving")
+    assert capsys.readouterr().out == "evaluating long\n"
+
+
 def test_divergence_is_shown_only_if_there_is_any(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=1, accuracy=True)
     display.start(step=0, total=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -74,6 +75,8 @@ def format_row(row: Mapping[str, Any], *, accuracy: bool) -> str:
 
 PLAIN_LINES = 20
 """Progress lines of a run without a terminal; runs of more than as many minutes print one a minute."""
+SILENCE = 20.0
+"""Seconds without a line after which plain lines name the activity that begins."""
 _RECENT_STEPS = 50
 """Number of latest steps that the ETA is based on, because phases differ in pace."""
 
@@ -110,6 +113,7 @@ class PlainDisplay(Display):
         self._often = log_every
         self._printed = 0.0
         """The time of the last line, in seconds of the run."""
+        self._last_line = time.monotonic()
         self._pace: Pace | None = None
 
     def start(self, *, step: int, total: int) -> None:
@@ -133,10 +137,16 @@ class PlainDisplay(Display):
             f"{format_row(row, accuracy=self._accuracy)}  ETA {duration(remaining)}"
         )
 
+    def doing(self, text: str) -> None:
+        """Print an activity if the last line is old, as in an evaluation of several sets."""
+        if time.monotonic() - self._last_line >= SILENCE:
+            self.log(text)
+
     def log(self, text: str) -> None:
         """Print a message."""
         # sys.stdout is looked up in every call, because tests and notebooks replace it.
         print(text, file=self._stream or sys.stdout, flush=True)
+        self._last_line = time.monotonic()
 
 
 class RichDisplay(Display):
