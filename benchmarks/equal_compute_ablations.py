@@ -17,19 +17,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from equal_compute_seeds import mean_perplexity
+from equal_compute_averaged import markdown
+from equal_compute_gpu import LLAMA
+from equal_compute_gpu import LOOPED as BASE
+from equal_compute_seeds import by_recipe, mean_perplexity
 
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
 Row = dict[str, Any]
-COMMON: Row = {
-    "family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995], "learning_rate": 2e-3,
-    "weight_decay": 1.5,
-}  # fmt: skip
-END: Row = {"end_loops": 8, "end_from": 0.8}
+COMMON: Row = {**LLAMA, "learning_rate": 2e-3, "weight_decay": 1.5}
 THROUGHOUT: Row = {"layers": [1, 2, 1], "loops": 3}
-BASE: Row = {**THROUGHOUT, **END}
 RATES = "{kind: warmup_constant_sqrt, warmup: 0.02, decay: 0.3, final_learning_rate: 1e-5}"
 SEARCHED = (
     "model.depth.kind=until_converged",
@@ -150,25 +148,23 @@ def runs(*, eager: bool) -> list[Row]:
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Return results as a Markdown table, group by group; rows without a result are left out."""
-    by_recipe: dict[Recipe, list[Mapping[str, Any]]] = {}
-    for run in found:
-        by_recipe.setdefault(Recipe.of(run["recipe"]).with_seed(0), []).append(run)
+    results = by_recipe(found)
     head = ("change", "parameters", "passes", "choice", "report", "last weights", "fixed point", "converged")
-    lines = [head, ("---",) * len(head)]
+    lines: list[tuple[str, ...]] = [head]
     for group, rows in GROUPS.items():
         for label, row in rows.items():
-            kept = by_recipe.get(Recipe.of({**COMMON, **row}).with_seed(0))
-            if kept:
+            if kept := results.get(Recipe.of({**COMMON, **row})):
                 name = label if group == "base" else f"{group}: {label}"
                 lines.append((name, *_cells(kept)))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return markdown(lines)
 
 
 def _cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     points = [one for one in map(at_fixed_point, runs) if one is not None]
-    change, share = (
-        (sum(column) / len(points) for column in zip(*points, strict=True)) if points else (None, None)
-    )
+    converged = ("", "")  # of an explicit model
+    if points:
+        change, share = (sum(column) / len(points) for column in zip(*points, strict=True))
+        converged = (f"{change:+.1%}", f"{share:.1%}")
     last = [{"report": run["weights"]["last"]["report"]} for run in runs]
     return (
         f"{runs[0]['parameters'] / 1e6:.1f} M",
@@ -176,8 +172,7 @@ def _cells(runs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         f"{mean_perplexity(runs, 'choice'):.2f}",
         f"{mean_perplexity(runs):.2f}",
         f"{mean_perplexity(last):.2f}",
-        "" if change is None else f"{change:+.1%}",
-        "" if share is None else f"{share:.1%}",
+        *converged,
     )
 
 
