@@ -81,8 +81,10 @@ class JacobianPenalty(GradientEstimator):
         size = jacobian_size(f, z, valid=valid, probes=self.probes, step=self.step)
         if partial:
             size = restore_diverged(size, torch.zeros_like(size), solution)
-        own, other = self.weight * size, solution.penalty
-        return replace(solution, penalty=own if other is None else own + other)
+        penalty = self.weight * size
+        if solution.penalty is not None:
+            penalty = penalty + solution.penalty
+        return replace(solution, penalty=penalty)
 
 
 def jacobian_size(

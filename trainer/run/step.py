@@ -187,8 +187,9 @@ def training_step(
 
 def _objective(loss: Tensor, solution: Solution | None, *, share: float, rows: float) -> Tensor:
     """Return a micro-batch's part of the loss, by its share of the labels, and of a penalty, by its rows."""
-    part, penalty = loss * share, None if solution is None else solution.penalty
-    return part if penalty is None else part + penalty.mean() * rows
+    if solution is None or solution.penalty is None:
+        return loss * share
+    return loss * share + solution.penalty.mean() * rows
 
 
 class _Tally:
