@@ -159,6 +159,8 @@ class GradientEstimator(Component, ABC):
 
     searches: bool = True
     """Whether the value comes from a search that is expected to reach the tolerance."""
+    retains_graph: bool = False
+    """Whether backward differentiates a call of ``f`` more than once, with ``retain_graph=True``."""
 
     @abstractmethod
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:

@@ -45,6 +45,8 @@ class ImplicitFunction(GradientEstimator):
 
     """
 
+    retains_graph = True
+
     def __init__(self, *, solver: Solver | None = None, stopping: Stopping | None = None) -> None:
         require_part("solver", solver, Solver, such_as="Anderson(memory=5)")
         require_part("stopping", stopping, Stopping, such_as="Stopping(tolerance=1e-4)")

@@ -69,7 +69,7 @@ class JacobianPenalty(GradientEstimator):
                 raise ValueError(f"{name} must be positive, got {value}; choose a number above 0")
         self.gradient = gradient if gradient is not None else Phantom()
         self.weight, self.probes, self.step = weight, probes, step
-        self.searches = self.gradient.searches
+        self.searches, self.retains_graph = self.gradient.searches, self.gradient.retains_graph
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Solve with the other estimator, and estimate the Jacobian at its point."""

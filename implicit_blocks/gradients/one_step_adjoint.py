@@ -44,6 +44,8 @@ class OneStepAdjoint(GradientEstimator):
 
     """
 
+    retains_graph = True
+
     def __init__(self, *, max_norm_ratio: float | None = None) -> None:
         if max_norm_ratio is not None and not max_norm_ratio > 0:
             raise ValueError(

@@ -27,6 +27,7 @@ from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
 from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, check_forward, read_out, scaled
 from implicit_blocks.models.solving import SearchPlan, exit_spec, solve_window
 from implicit_blocks.models.stack import BoundMap
+from implicit_blocks.models.training import keep_saved_tensors
 from implicit_blocks.registry import build
 from implicit_blocks.search.loops import LoopCounts
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
@@ -292,6 +293,8 @@ class ImplicitLM(ModelParts):
     def _configure(self, spec: ImplicitLMSpec) -> None:
         self.spec = spec
         self.solver, self.gradient, self.stopping = build(spec.solver), build(spec.gradient), spec.stopping
+        if self.gradient.retains_graph:
+            keep_saved_tensors()
         self.evaluation_solver = build(spec.at_evaluation.solver)
         self.evaluation_stopping, self.core_loops = spec.evaluation_stopping, spec.state_loops
         if self.depth is not None or spec.depth.kind != "until_converged":

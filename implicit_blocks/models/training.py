@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
+import torch._functorch.config
+import torch.compiler.config
 from torch import nn
 
 from implicit_blocks.depths.depth import Depth, following_depth
@@ -19,6 +21,20 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "realize_acc_reads_threshold": 40,  # keeps a convolution over projection and injection in one kernel
     "comprehensive_padding": False,  # padded strides would be copied away before our own operators
 }
+
+
+def keep_saved_tensors() -> None:
+    """Let the graph of compiled layers be differentiated more than once, from now on.
+
+    By default the compiler reuses the memory of tensors saved for backward, and a second backward raises
+    ``RuntimeError``. Layers compiled before are compiled again.
+    """
+    if torch._functorch.config.donated_buffer:
+        torch._functorch.config.donated_buffer = False
+        # The key of the compiler's cache does not say whether code overwrites saved tensors: without a tag it
+        # may return code that does, and the second backward would be wrong.
+        torch.compiler.config.cache_key_tag += "saved tensors kept"
+        torch.compiler.reset()
 
 
 class TrainingMethods(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -48,4 +50,78 @@ def test_layers_compile_without_graph_breaks(mixer):
     with torch.no_grad():
         values = [model.eval()(ids, max_iterations=2).logits for model in (plain, compiled)]
     torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        ib.PhantomSpec(steps=1),
+        ib.UnrolledSpec(steps=2),
+        ib.OneStepAdjointSpec(),
+        ib.ImplicitFunctionSpec(),
+        ib.JacobianPenaltySpec(),
+        ib.JacobianPenaltySpec(gradient=ib.ImplicitFunctionSpec()),
+    ],
+    ids=repr,
+)
+def test_estimators_say_whether_they_retain_the_graph(gradient, monkeypatch):
+    # The compiler must know: compiled layers otherwise overwrite what a second backward needs.
+    model = built("attention").train()
+    model.reconfigure(model.spec.model_copy(update={"gradient": gradient}))
+    retained, grad = [], torch.autograd.grad
+
+    def recorded(*args, **kwargs):
+        retained.append(kwargs.get("retain_graph", False))
+        return grad(*args, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", recorded)
+    ids = torch.randint(61, (2, 12))
+    model(ids, labels=ids).loss.backward()
+    assert any(retained) == model.gradient.retains_graph
+    assert not (model.gradient.retains_graph and torch._functorch.config.donated_buffer)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="generating code needs g++")
+def test_compiled_layers_can_be_differentiated_by_an_adjoint(monkeypatch, tmp_path):
+    # Backward of an adjoint keeps the graph, which the compiler does not allow by default. Code in the
+    # compiler's cache, from a model with another gradient, may overwrite the tensors that are needed twice.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    spec = ib.ImplicitLMSpec(
+        vocab_size=61,
+        d_model=64,
+        n_layers=2,
+        injection={"kind": "residual"},
+        stopping=ib.Stopping(tolerance=0.0, max_iterations=3),
+        mixer=ib.AttentionSpec(n_heads=4),
+        mlp=ib.SwiGLUSpec(d_ff=64),
+        prelude={"n_layers": 1},
+    )
+    model = ib.build(spec).train()
+    ids = torch.randint(61, (2, 16))
+
+    def gradients():
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, return_logits=False).loss
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    model.reconfigure(model.spec.model_copy(update={"gradient": ib.OneStepAdjointSpec()}))
+    eager = gradients()
+    with (
+        torch._functorch.config.patch(donated_buffer=True),
+        torch.compiler.config.patch(cache_key_tag=""),
+    ):
+        model.reconfigure(model.spec.model_copy(update={"gradient": ib.PhantomSpec(steps=1)}))
+        model.compile_layers()
+        gradients()
+        model.reconfigure(model.spec.model_copy(update={"gradient": ib.OneStepAdjointSpec()}))
+        compiled = gradients()
+    for own, other in zip(compiled, eager, strict=True):
+        assert (own - other).norm() <= 0.05 * other.norm() + 1e-6
     torch.compiler.reset()
