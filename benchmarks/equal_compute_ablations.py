@@ -147,7 +147,10 @@ def runs(*, eager: bool) -> list[Row]:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return results as a Markdown table, group by group; rows without a result are left out."""
+    """Return results as a Markdown table, group by group; rows without a result are left out.
+
+    Rows have seed 0, and recipes with several seeds a row with their means, too.
+    """
     results = by_recipe(found)
     head = ("change", "parameters", "passes", "choice", "report", "last weights", "fixed point", "converged")
     lines: list[tuple[str, ...]] = [head]
@@ -155,7 +158,9 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
         for label, row in rows.items():
             if kept := results.get(Recipe.of({**COMMON, **row})):
                 name = label if group == "base" else f"{group}: {label}"
-                lines.append((name, *_cells(kept)))
+                lines.append((name, *_cells([run for run in kept if run["recipe"]["seed"] == 0])))
+                if len(kept) > 1:
+                    lines.append((f"{name}, mean of {len(kept)} seeds", *_cells(kept)))
     return markdown(lines)
 
 

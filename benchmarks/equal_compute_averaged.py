@@ -19,6 +19,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from equal_compute_parts import (
+    ABLATED,
+    ATTRACTOR,
+    BESIDE,
+    EDGES,
+    FILES,
+    GROUPS,
+    HALF,
+    LONG,
+    MORE,
+    ONE_MODEL,
+    OTHER,
+    RANDOM,
+    SIZES,
+)
 from equal_compute_scaling import sentences, series
 from equal_compute_seeds import by_recipe, difference_of_runs, length_ratios, mean_perplexity
 from report import RESULTS
@@ -27,64 +42,6 @@ from trainer.experiments.equal_compute.compare import CONVERGED, MARGIN, recipe_
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
-LONG = "twice the FLOPs"
-MORE = "four times the FLOPs"
-"""Ends of the names of parts whose runs have more FLOPs than their size and text would get."""
-OTHER = "other text"
-"""In the names of parts that repeat another one on other text."""
-NORMED = f"Llama, {OTHER}, weight norm, {LONG}"
-MAMBA2_NORMED = f"Mamba2, 10 M, weight norm, {LONG}"
-FILES = {
-    "Llama, 0.7 M": "equal_compute_averaged_700k",
-    "Llama, 2 M": "equal_compute_averaged_2m",
-    "Llama": "equal_compute_averaged",
-    "Llama, penalty": "equal_compute_averaged_penalty",
-    f"Llama, {LONG}": "equal_compute_averaged_longer",
-    f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
-    NORMED: "equal_compute_averaged_weight_norm",
-    f"Llama, {OTHER}, {MORE}": "equal_compute_averaged_longest",
-    "Llama, 10 M": "equal_compute_averaged_10m",
-    f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
-    "Llama, 30 M": "equal_compute_averaged_30m",
-    "Llama, Muon": "equal_compute_averaged_muon",
-    f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
-    "Mamba2": "equal_compute_averaged_mamba2",
-    f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
-    f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
-    MAMBA2_NORMED: "equal_compute_averaged_mamba2_weight_norm",
-    f"Mamba2, {MORE}": "equal_compute_averaged_mamba2_longest",
-    "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
-    "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
-    "once": "equal_compute_once_late",
-}
-"""Result files by part of the comparison."""
-HALF = {
-    f"Llama, {LONG}": "Llama, penalty",
-    f"Llama, 10 M, {LONG}": "Llama, 10 M",
-    f"Llama, Muon, {LONG}": "Llama, Muon",
-    f"Mamba2, {LONG}": "Mamba2",
-    f"Llama, {OTHER}, {MORE}": f"Llama, {OTHER}, {LONG}",
-}
-"""Parts with the same text and half of the FLOPs, whose explicit models are candidates, too."""
-PLAIN = {NORMED: f"Llama, {OTHER}, {LONG}", MAMBA2_NORMED: f"Mamba2, 10 M, {LONG}"}
-"""Parts with the same text and no weight norm, whose explicit models are candidates, too."""
-EDGES = (f"Mamba2, {MORE}", "Mamba2, longer averages")
-"""Parts that the summary leaves out: they test the edges of others."""
-GROUPS = {
-    "Llama": ("Llama",),
-    "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
-    OTHER: (f"Llama, {OTHER}, {LONG}", NORMED, f"Llama, {OTHER}, {MORE}"),
-    "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M", "Llama, 30 M"),
-    "Mamba2": ("Mamba2", f"Mamba2, {LONG}", f"Mamba2, {MORE}"),
-    "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
-    "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}", MAMBA2_NORMED),
-    "once": ("once",),
-}
-"""Parts whose recipes share a table."""
-ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
-"""Groups whose choice was between recipes of one model of each side, which the page has in words."""
-SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
-"""Parts with text and FLOPs in proportion to the size."""
 FAMILIES = {"llama": "Llama", "mamba2": "Mamba2"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 HEAD = (
@@ -230,12 +187,13 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
 
     The explicit recipes are the one of equally many parameters and the one of any size that are best on the
     text of the choice, with all of the FLOPs or with half of them (`HALF`): a model that overfits needs
-    fewer passes. Beside implicit models with weight norm they may have none (`PLAIN`). Recipes with one seed
-    are left out.
+    fewer passes. Those of other parts with the same text are among them (`BESIDE`). Recipes with one seed are
+    left out.
     """
     for part in FILES:
         known = several_seeds(part)
-        others = [one for more in (HALF, PLAIN) if part in more for one in several_seeds(more[part])]
+        candidates = [*BESIDE.get(part, ()), *([HALF[part]] if part in HALF else [])]
+        others = [one for other in candidates for one in several_seeds(other)]
         explicit = sorted(
             (one for one in (*known, *others) if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
@@ -306,7 +264,9 @@ def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, penalty and weight norm of the implicit one, text and FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight else ""
-    added = "".join(f", {name}" for name in ("weight norm", OTHER, LONG, MORE) if name in part)
+    added = "".join(
+        f", {name}" for name in ("weight norm", ATTRACTOR, RANDOM, OTHER, LONG, MORE) if name in part
+    )
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
 
@@ -440,7 +400,7 @@ def tables() -> Iterator[tuple[str, str]]:
             yield f"{title}: reported seeds", recipes_table(*seeds)
     yield "summary", summary_table()
     yield "convergence", convergence_table()
-    everything = [run for part in FILES for run in read(part)]
+    everything = [run for part in FILES if part != ABLATED for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)
     if statements := lines():

@@ -35,11 +35,15 @@ TWICE: dict[str, Any] = {"layers": [2, 4, 2], "loops": 2}
 FEW: dict[str, Any] = {"layers": [3, 2, 3], "loops": 3, **END}
 LATE: dict[str, Any] = {**FEW, "loops_from": 0.5}
 LATER: dict[str, Any] = {"layers": [2, 4, 2], "loops": 4, "gradient_loops": 2, "loops_from": 0.75, **END}
+RANDOM: dict[str, Any] = {
+    "layers": [1, 2, 1], "loops": 3, "changes": ["model.depth={kind: uniform, low: 1, high: 5}"],
+}  # fmt: skip
 LLAMA: dict[str, Any] = {"family": "llama", "petaflops": 1.83, "average": [0.997, 0.998, 0.999, 0.9995]}
 MAMBA2: dict[str, Any] = {"family": "mamba2", "petaflops": 0.82, "average": [0.98, 0.99, 0.995, 0.998]}
 SHORT: list[float] = [0.99, 0.995, 0.998, 0.999]
 LONG: list[float] = [0.998, 0.999, 0.9995]
 LONGEST: list[float] = [0.997, *LONG, 0.9998]
+LAST: list[float] = [*LONGEST[1:], 0.9999]
 TINY: dict[str, Any] = {
     "petaflops": 2e-5, "learning_rate": 4e-3, "weight_decay": 1.5, "width": 64, "batch_size": 4, "length": 64,
     "precision": "float32",
@@ -52,11 +56,12 @@ def lists() -> dict[str, Runs]:
     Those of one seed choose recipes, for `--chosen`. Texts of Llama have half a token per parameter: 0.37 M
     tokens for ``0.7m``, 0.95 M for ``2m``, 5.12 M for ``10m``, 14.1 M for ``30m`` (120 books of
     `equal_compute_text`) and 2.6 M for the others; those of Mamba2 have a quarter, 1.46 M. Lists of Mamba2
-    with a width of 352, ``weight_norm`` and ``longest`` have the text of ``longer_other_text``, 2.53 M.
-    FLOPs are in proportion to text and parameters, but twice that in the lists ``longer`` and with weight
-    norm, and four times in ``longest``; explicit models of Mamba2 with a width of 352 have half as many, too.
-    Small models have smaller batches, so that they take as many steps. ``mamba2_edges`` has four times the
-    FLOPs, and longer averages.
+    with a width of 352, ``weight_norm``, ``longest``, ``random_depth`` and those of the injection
+    ``attractor`` have the text of ``longer_other_text``, 2.53 M. FLOPs are in proportion to text and
+    parameters, but twice that in the lists ``longer``, ``attractor``, ``random_depth`` and with weight norm,
+    and four times in ``longest`` and ``attractor_longest``; explicit models of Mamba2 with a width of 352
+    have half as many, too. Small models have smaller batches, so that they take as many steps.
+    ``mamba2_edges`` has four times the FLOPs, and longer averages.
     """
     pair = (FOUR, LOOPED)
     muon = {**LLAMA, "optimizer": "muon"}
@@ -66,6 +71,7 @@ def lists() -> dict[str, Runs]:
     tuned = {"learning_rate": 2e-3, "weight_decay": 1.5}
     wide = {**LLAMA, "petaflops": 6.5, "width": 384}
     penalized = (FOUR, PENALIZED)
+    attractor = {**LLAMA, **tuned, **LOOPED, "injection": "attractor"}
     wider = {**MAMBA2, "width": 352, "average": SHORT}
     both, normed = ({**EIGHT, "petaflops": 2.4}, {**LATE, "petaflops": 4.8}), {**wider, "weight_norm": True}
 
@@ -148,14 +154,25 @@ def lists() -> dict[str, Runs]:
             for seed in seeds
         ],
         "longest": [
-            {**LLAMA, **tuned, "petaflops": 7.32, "average": [*LONGEST[1:], 0.9999], **shape, "seed": seed}
+            {**LLAMA, **tuned, "petaflops": 7.32, "average": LAST, **shape, "seed": seed}
             for shape in (FOUR, {**PENALIZED, "residual_weight": 4.0})
             for seed in (1, 2, 3)
+        ],
+        "attractor": [
+            {**attractor, "petaflops": 3.66, "average": LONGEST, "seed": seed} for seed in range(4)
+        ],
+        "attractor_longest": [
+            {**attractor, "petaflops": 7.32, "average": LAST, "seed": seed} for seed in (1, 2, 3)
+        ],
+        "random_depth": [
+            {**LLAMA, **tuned, **RANDOM, "petaflops": 3.66, "average": LONGEST, "seed": seed}
+            for seed in range(4)
         ],
         "mamba2_weight_norm": [
             *grid(normed, both, (4e-3, 2.0), (8e-3, 2.0)),
             *grid(wider, both, (8e-3, 2.0), (2e-3, 4.0)),
             *grid({**wider, "petaflops": 4.8}, (FEW, {**LATE, **TWICE, "loops": 3}), (4e-3, 2.0)),
+            *grid({**normed, "petaflops": 4.8}, ({**LATE, "injection": "attractor"},), (4e-3, 2.0)),
             *(run for seed in (1, 2, 3) for run in grid({**normed, "seed": seed}, both, (4e-3, 2.0))),
         ],
         "10m": [{**wide, **tuned, **shape, "seed": seed} for seed in (1, 2, 3) for shape in pair],

@@ -7,6 +7,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
+PARTS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_parts.py"))
 MAIN, TABLES, LAST = (
     " ".join((ROOT / "docs" / f"equal_compute{name}.md").read_text(encoding="utf-8").split())
     for name in ("", "_tables", "_last_weights")
@@ -38,3 +39,8 @@ def interval(found: dict[str, Any]) -> str:
 def choice(runs: list[dict[str, Any]]) -> float:
     mean: float = SEEDS["mean_perplexity"](runs, "choice")
     return mean
+
+
+def on_choice(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return runs with the perplexity on the text of the choice in the place of the reported one."""
+    return [{**run, "report": run["choice"]} for run in runs]

@@ -88,5 +88,6 @@ def test_the_table_has_a_line_for_each_row_with_results(ablations: Any) -> None:
         run["fixed_point"] = None
     lines = ablations.table(found).splitlines()
     assert lines[2] == "| base | 5.3 M | 12.0 | 10.00 | 20.00 | 21.00 |  |  |"
-    assert lines[3].startswith("| explicit, 4 layers | 5.3 M |")
-    assert len(lines) == 4
+    assert lines[3].startswith("| base, mean of 3 seeds | 5.3 M |")
+    assert lines[4].startswith("| explicit, 4 layers | 5.3 M |")
+    assert len(lines) == 5

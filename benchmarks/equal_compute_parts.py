@@ -1,0 +1,87 @@
+"""The parts of the comparison at equal compute: their result files, and which of them belong together."""
+
+from __future__ import annotations
+
+LONG = "twice the FLOPs"
+MORE = "four times the FLOPs"
+"""Ends of the names of parts whose runs have more FLOPs than their size and text would get."""
+OTHER = "other text"
+"""In the names of parts that repeat another one on other text."""
+ATTRACTOR, RANDOM = "attractor", "random depth"
+"""In the names of parts with another injection, and with a random number of loops."""
+NORMED = f"Llama, {OTHER}, weight norm, {LONG}"
+MAMBA2_NORMED = f"Mamba2, 10 M, weight norm, {LONG}"
+ABLATED = f"Llama, {OTHER}"
+"""The part whose file also has single seeds of many other recipes, `equal_compute_ablations`."""
+FILES = {
+    "Llama, 0.7 M": "equal_compute_averaged_700k",
+    "Llama, 2 M": "equal_compute_averaged_2m",
+    "Llama": "equal_compute_averaged",
+    "Llama, penalty": "equal_compute_averaged_penalty",
+    f"Llama, {LONG}": "equal_compute_averaged_longer",
+    ABLATED: "equal_compute_ablations",
+    f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
+    NORMED: "equal_compute_averaged_weight_norm",
+    f"Llama, {OTHER}, {MORE}": "equal_compute_averaged_longest",
+    f"Llama, {ATTRACTOR}, {OTHER}, {LONG}": "equal_compute_averaged_attractor",
+    f"Llama, {ATTRACTOR}, {OTHER}, {MORE}": "equal_compute_averaged_attractor_longest",
+    f"Llama, {RANDOM}, {OTHER}, {LONG}": "equal_compute_averaged_random_depth",
+    "Llama, 10 M": "equal_compute_averaged_10m",
+    f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
+    "Llama, 30 M": "equal_compute_averaged_30m",
+    "Llama, Muon": "equal_compute_averaged_muon",
+    f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
+    "Mamba2": "equal_compute_averaged_mamba2",
+    f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
+    f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
+    MAMBA2_NORMED: "equal_compute_averaged_mamba2_weight_norm",
+    f"Mamba2, {MORE}": "equal_compute_averaged_mamba2_longest",
+    "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
+    "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
+    "once": "equal_compute_once_late",
+}
+"""Result files by part of the comparison."""
+HALF = {
+    f"Llama, {LONG}": "Llama, penalty",
+    f"Llama, 10 M, {LONG}": "Llama, 10 M",
+    f"Llama, Muon, {LONG}": "Llama, Muon",
+    f"Mamba2, {LONG}": "Mamba2",
+    f"Llama, {OTHER}, {MORE}": f"Llama, {OTHER}, {LONG}",
+    f"Llama, {OTHER}, {LONG}": ABLATED,
+    f"Llama, {ATTRACTOR}, {OTHER}, {MORE}": f"Llama, {ATTRACTOR}, {OTHER}, {LONG}",
+}
+"""Parts with the same text and half of the FLOPs, whose explicit models are candidates, too."""
+BESIDE = {
+    NORMED: (f"Llama, {OTHER}, {LONG}",),
+    MAMBA2_NORMED: (f"Mamba2, 10 M, {LONG}",),
+    f"Llama, {ATTRACTOR}, {OTHER}, {LONG}": (f"Llama, {OTHER}, {LONG}",),
+    f"Llama, {ATTRACTOR}, {OTHER}, {MORE}": (f"Llama, {OTHER}, {MORE}", f"Llama, {OTHER}, {LONG}"),
+    f"Llama, {RANDOM}, {OTHER}, {LONG}": (f"Llama, {OTHER}, {LONG}",),
+}
+"""Parts with the same text whose explicit models are candidates, too: those without weight norm, and those of
+parts whose implicit models alone were trained."""
+EDGES = (f"Mamba2, {MORE}", "Mamba2, longer averages")
+"""Parts that the summary leaves out: they test the edges of others."""
+GROUPS = {
+    "Llama": ("Llama",),
+    "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
+    OTHER: (
+        ABLATED,
+        f"Llama, {OTHER}, {LONG}",
+        f"Llama, {ATTRACTOR}, {OTHER}, {LONG}",
+        f"Llama, {RANDOM}, {OTHER}, {LONG}",
+        NORMED,
+        f"Llama, {OTHER}, {MORE}",
+        f"Llama, {ATTRACTOR}, {OTHER}, {MORE}",
+    ),
+    "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M", "Llama, 30 M"),
+    "Mamba2": ("Mamba2", f"Mamba2, {LONG}", f"Mamba2, {MORE}"),
+    "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
+    "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}", MAMBA2_NORMED),
+    "once": ("once",),
+}
+"""Parts whose recipes share a table."""
+ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
+"""Groups whose choice was between recipes of one model of each side, which the page has in words."""
+SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
+"""Parts with text and FLOPs in proportion to the size."""
