@@ -1,8 +1,10 @@
 """Training steps that are captured on a GPU: on the CPU they equal those of the training loop."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +17,9 @@ from implicit_blocks.specs.base import validate
 from trainer.data.token_files import write_tokens
 from trainer.experiments.equal_compute.recipes import Recipe, spec_of
 from trainer.reporting.metrics import read_metrics
-from trainer.run import side_by_side
+from trainer.run import captured_step, side_by_side
 from trainer.run.build import build
-from trainer.run.captured_step import refuse_unsupported, why_not_captured
+from trainer.run.captured_step import CapturedStep, refuse_unsupported, why_not_captured
 from trainer.run.side_by_side import Planned, Trained, begin, train_side_by_side
 from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder
@@ -56,7 +58,8 @@ def losses_of_the_loop(recipe: Recipe, tokens: Path, folder: Path) -> list[float
 
 
 MUON = replace(LOOPED, optimizer="muon", petaflops=6e-7)
-RECIPES = [EXPLICIT, LOOPED, LATE, END, MUON]
+RANDOM = replace(LOOPED, changes=("model.depth={kind: uniform, low: 1, high: 3}",), petaflops=6e-7)
+RECIPES = [EXPLICIT, LOOPED, LATE, END, MUON, RANDOM]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.shape}, {recipe.optimizer}")
@@ -248,3 +251,55 @@ def test_the_reason_against_a_capture_names_what_is_in_the_way(tokens):
     assert "until_converged" in str(why_not_captured(spec, free, cuda))
     assert "phantom" in str(why_not_captured(spec, searching, cuda))
     assert "dropout" in str(why_not_captured(spec, dropped, cuda))
+    random = spec_of(RANDOM, tokens).model
+    assert why_not_captured(spec, random, cuda) is None
+    each = random.model_copy(update={"depth": random.depth.model_copy(update={"per": "sequence"})})
+    assert "per batch" in str(why_not_captured(spec, each, cuda))
+
+
+class Graph:
+    """In the place of a CUDA graph: remembers the number of loops, and makes the step when it is replayed."""
+
+    body: Callable[[int], None]
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        self.body(self.loops)
+
+
+@contextmanager
+def recorded(graph: Graph, pool: None, *, step: CapturedStep) -> Iterator[None]:
+    """Record the loops of a step without its effects."""
+    body = step._body
+    step._body = lambda loops: setattr(graph, "loops", loops)  # type: ignore[method-assign]
+    yield
+    step._body, graph.body = body, body  # type: ignore[method-assign]
+
+
+def test_each_number_of_random_loops_has_a_graph(tokens, monkeypatch):
+    expected = trained(RANDOM, tokens)
+    one = begin(Planned(RANDOM.name, spec_of(RANDOM, tokens), 1.0), CPU, at_once=4)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(captured_step, "capture", partial(recorded, step=one.step))
+    one.step.not_captured = None
+    while not one.finished:
+        assert one.ready()
+        one.advance()
+    assert one.step.losses().tolist() == expected.step.losses().tolist()
+    assert set(one.step.graphs) == {1, 2, 3}
+    assert int(one.model.depth.draws) == int(expected.model.depth.draws) == one.total
+
+
+def test_numbers_of_loops_beyond_the_largest_number_of_graphs_run_eagerly(tokens, monkeypatch):
+    one = begin(Planned(RANDOM.name, spec_of(RANDOM, tokens), 1.0), CPU, at_once=4)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(captured_step, "capture", partial(recorded, step=one.step))
+    monkeypatch.setattr(captured_step, "MOST_GRAPHS", 1)
+    one.step.not_captured = None
+    while not one.finished:
+        one.advance()
+        assert one.ready()
+    assert len(one.step.graphs) == 1
+    assert one.step.losses().tolist() == trained(RANDOM, tokens).step.losses().tolist()

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.cuda.capture import capture
+from implicit_blocks.depths import RandomDepth, RandomDepthSpec
+from implicit_blocks.gradients import LastLoops, LastLoopsSpec
 from implicit_blocks.search.agreement import fixed_budget
 from implicit_blocks.specs import ModelSpec
 from trainer.data.source import Batch
@@ -31,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 WARM_UP = 3
 """Steps that run eagerly before the capture: kernels are compiled and the optimizer's state is allocated."""
+MOST_GRAPHS = 16
+"""Numbers of loops that have a graph each where the depth is random; steps with others run eagerly."""
 
 
 def refuse_unsupported(spec: RunSpec) -> None:
@@ -59,7 +63,7 @@ def refuse_unsupported(spec: RunSpec) -> None:
 def why_not_captured(spec: RunSpec, model: ModelSpec, device: torch.device) -> str | None:
     """Return why the step of this model cannot be captured; None: it can.
 
-    The number of loops must be fixed: a stopping rule reads the device.
+    The host must know the number of loops: a stopping rule reads the device.
     """
     if device.type != "cuda":
         return f"the device is {device.type}"
@@ -68,19 +72,28 @@ def why_not_captured(spec: RunSpec, model: ModelSpec, device: torch.device) -> s
     if getattr(model, "dropout", 0.0) > 0:
         return "dropout draws random numbers, which models on several streams would share"
     depth, gradient = getattr(model, "depth", None), getattr(model, "gradient", None)
-    if depth is not None and depth.kind != "fixed":
+    if isinstance(depth, RandomDepthSpec):
+        if not takes_loops(depth, gradient):
+            return f"depth {depth.kind!r} can be captured per batch and with gradient last_loops alone"
+    elif depth is not None and depth.kind != "fixed":
         return f"depth {depth.kind!r} has no fixed number of loops"
     if gradient is not None and gradient.kind not in ("last_loops", "unrolled"):
         return f"gradient {gradient.kind!r} searches until a tolerance"
     return None
 
 
+def takes_loops(depth: RandomDepthSpec, gradient: object) -> bool:
+    """Return whether steps with this depth and gradient (or its spec) can be given the number of loops."""
+    return depth.per == "batch" and isinstance(gradient, LastLoops | LastLoopsSpec)
+
+
 class CapturedStep:
     """Makes training steps of one model from batches that are loaded some at a time.
 
     Everything that a step reads or writes is on the device: batches, learning rates, losses and the number of
-    the step. The host only replays the graph. A step whose loss or gradient norm is not finite changes
-    nothing, as in ``trainer.run.step``; its loss is recorded.
+    the step. The host only replays the graph. With a random depth each number of loops that it draws has a
+    graph, captured at the second step with this number. A step whose loss or gradient norm is not finite
+    changes nothing, as in ``trainer.run.step``; its loss is recorded.
 
     Args:
         model: on the device, in training mode; with a fixed number of loops if it is captured.
@@ -118,13 +131,14 @@ class CapturedStep:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graphs: dict[int | None, torch.cuda.CUDAGraph] = {}
+        """By number of loops; None: that of the model."""
         self.not_captured = not_captured
         """Why the step runs eagerly; None: it is captured."""
         self.done = 0
         """Number of steps made so far, on the host."""
         self._host_rates = tuple(rates)
-        self._eager_left = WARM_UP
+        self._eager_left, self._seen = WARM_UP, set[int | None]()
         self._parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         with self.in_stream():
             self._batches_KBL = torch.zeros(2, at_once, batch_size, length, dtype=torch.int64, device=device)
@@ -139,11 +153,13 @@ class CapturedStep:
         self._on_device = device.type == "cuda" and make_capturable(optimizer, self._rate, self._skip)
 
     def recapture(self, not_captured: str | None = None) -> None:
-        """Forget the graph, as after a change of the model's number of loops.
+        """Forget the graphs, as after a change of the model's number of loops.
 
         ``not_captured`` says why the steps that follow run eagerly; None: they are captured.
         """
-        self.graph, self._eager_left, self.not_captured = None, WARM_UP, not_captured
+        self._eager_left, self.not_captured = WARM_UP, not_captured
+        self.graphs.clear()
+        self._seen.clear()
         self._choose_agreement()
 
     def load(self, batch: Batch) -> None:
@@ -160,14 +176,15 @@ class CapturedStep:
         """Make ``count`` steps on the batches loaded last; on a GPU the host does not wait for them."""
         with self.in_stream():
             for _ in range(count):
-                if self.graph is not None:
-                    self.graph.replay()
-                elif self.not_captured is None and self._eager_left == 0:
-                    self._capture()
-                    self._once_more()
+                loops = self._draw_loops()
+                if loops not in self.graphs and self._may_capture(loops):
+                    self._capture(loops)
+                if loops in self.graphs:
+                    self.graphs[loops].replay()
                 else:
                     self._eager_left = max(0, self._eager_left - 1)
-                    self._body()
+                    self._seen.add(loops)
+                    self._body(loops)
                 self.done += 1
 
     def losses(self) -> Tensor:
@@ -218,34 +235,43 @@ class CapturedStep:
             # With a fixed budget no call asks the device whether a row has diverged.
             self.model.agree = fixed_budget if self.not_captured is None else None
 
-    def _once_more(self) -> None:
-        """Replay the captured step, or run it eagerly if it could not be captured."""
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self._body()
+    def _draw_loops(self) -> int | None:
+        """Return the number of loops of the next step where it is random; None: the model chooses it."""
+        depth, gradient = getattr(self.model, "depth", None), getattr(self.model, "gradient", None)
+        if not isinstance(depth, RandomDepth) or not takes_loops(depth.spec, gradient):
+            return None
+        loops = depth.sample(self._batches_KBL.shape[2], self.device)
+        assert isinstance(loops, int)
+        return loops
 
-    def _capture(self) -> None:
+    def _may_capture(self, loops: int | None) -> bool:
+        """Return whether the kernels of a step with these loops are compiled, and a graph is allowed."""
+        if self.not_captured is not None or self._eager_left or len(self.graphs) == MOST_GRAPHS:
+            return False
+        return loops in self._seen
+
+    def _capture(self, loops: int | None) -> None:
         """Capture the step; one that cannot be captured runs eagerly from now on, with a line in the log."""
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            with capture(graph, None):
-                self._body()
+            with capture(graph, next(iter(self.graphs.values())).pool() if self.graphs else None):
+                self._body(loops)
         except Exception as error:  # torch reports failed captures with errors of several kinds
             self.not_captured = f"{type(error).__name__}: {error}".splitlines()[0]
             _LOG.warning("the training step cannot be captured, so it runs eagerly: %s", self.not_captured)
             self.optimizer.zero_grad(set_to_none=True)
             return
-        self.graph = graph
+        self.graphs[loops] = graph
 
-    def _body(self) -> None:
+    def _body(self, loops: int | None) -> None:
         """One step, without reading the device where it may be captured."""
         self.optimizer.zero_grad(set_to_none=True)
         inputs_BL, labels_BL = self._batches_KBL.index_select(1, self._slot).squeeze(1).unbind(0)
         with autocast(self.device, self.precision):
-            output = self.model(inputs_BL, labels=labels_BL, return_logits=False)
+            chosen = {} if loops is None else {"loops": loops}
+            output = self.model(inputs_BL, labels=labels_BL, return_logits=False, **chosen)
         loss = output.loss
         penalty = None if output.solution is None else output.solution.penalty
         (loss if penalty is None else loss + penalty.mean()).backward()
