@@ -4,7 +4,7 @@
 #                   five to fifteen minutes on two idle cores, up to half an hour on busy ones
 #   make puzzle     train a model that solves Sudoku of order 6, in ten minutes on two idle cores; solve boards with it
 #   make play       open the demo's models in a browser, after make demo
-#   make test       run ruff, mypy and the tests: under eight minutes on two idle cores
+#   make test       run ruff, mypy and the tests; eight to twenty minutes on two idle cores
 #   make test-all   the same, including the tests marked slow
 #   make lint       run ruff only; make types: run mypy only
 #   make test-gpu   run the tests that need a CUDA device; write their outcomes to benchmarks/results/gpu_tests.json
