@@ -96,11 +96,14 @@ class LastLoops(GradientEstimator):
             agree=search.agree,
         )
         report = search.report(looped.before, looped.z, iterations=counts.total)
-        penalty = None
-        if self.residual_weight and torch.is_grad_enabled():
-            size = relative_change(looped.before, looped.z, valid=valid)
-            penalty = self.residual_weight * size
+        penalty = self.penalty(looped.before, looped.z, valid=valid)
         return replace(report, z=looped.z, trajectory=looped.trajectory, penalty=penalty)
+
+    def penalty(self, before: Tensor, z: Tensor, *, valid: Tensor | None) -> Tensor | None:
+        """Return the penalty of each row, (B,), given the last loop's point and value; None: no penalty."""
+        if not self.residual_weight or not torch.is_grad_enabled():
+            return None
+        return self.residual_weight * relative_change(before, z, valid=valid)
 
 
 def relative_change(before: Tensor, z: Tensor, *, valid: Tensor | None = None) -> Tensor:

@@ -98,7 +98,7 @@ def _solve(
     solver, stopping, search, loops, trajectory, trace = plan
     captured = f.stack.graphs is not None and not (model.bidirectional or torch.is_grad_enabled())
     searched = f.without_padding() if captured and f.window.trailing else f
-    at_evaluation, gradient = model.spec.at_evaluation, model.gradient
+    at_evaluation = model.spec.at_evaluation
     options: dict[str, Any] = {
         "valid": f.window.valid_BL,
         "trajectory": trajectory,
@@ -107,8 +107,7 @@ def _solve(
         "compact": f.stack.graphs is None or f.stack.graphs.compact,
     }
     if loops is not None:
-        if not (isinstance(gradient, LastLoops) and model.training):
-            gradient = LastLoops()  # exactly these loops, all of them differentiated
+        gradient = _gradient_of_loops(model)
         if final_call and loops.maximum == 1:
             return Search(solver=solver, stopping=stopping).report(start_BLC, start_BLC, iterations=0)
         loops = loops.one_less(gradient.loops) if final_call else loops
@@ -120,7 +119,7 @@ def _solve(
         searched,
         start_BLC,
         solver=solver,
-        gradient=gradient,
+        gradient=model.gradient,
         stopping=stopping,
         window_length=(model.spec if model.training else at_evaluation).window_length,
         commit_prefix=None if model.training else at_evaluation.commit_prefix,
@@ -128,6 +127,12 @@ def _solve(
         exit=exit,
         **options,
     )
+
+
+def _gradient_of_loops(model: ImplicitLM) -> LastLoops:
+    """Return the gradient estimator of a fixed number of loops; by default all of them are differentiated."""
+    chosen = model.gradient
+    return chosen if model.training and isinstance(chosen, LastLoops) else LastLoops()
 
 
 def _agreement(model: ImplicitLM, f: BoundMap) -> Agreement | None:
@@ -233,14 +238,15 @@ def _with_last_loop(
     if trace is not None:
         residual = last.residual if last.token_residual is None else last.token_residual
         trace = torch.cat([trace, residual[None]])
+    diverged = last.diverged | solution.diverged
+    penalty = _gradient_of_loops(model).penalty(solution.z, mapped_BLC, valid=f.window.valid_BL)
     return replace(
         last,
         z=value,
         converged=last.converged & ~solution.diverged,
-        diverged=last.diverged | solution.diverged,
+        diverged=diverged,
         trace=trace,
-        adjoint=solution.adjoint,
-        penalty=solution.penalty,
+        penalty=None if penalty is None else penalty.masked_fill(diverged, 0.0),
         trajectory=iterates or None,
     )
 

@@ -224,6 +224,27 @@ def test_committing_changes_neither_loss_nor_gradient(changes, options):
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("loops", [1, 4])
+@pytest.mark.parametrize("differentiated", [None, 1, 2])
+def test_the_penalty_of_a_call_that_commits_is_that_of_the_last_loop(loops, differentiated):
+    gradient = {"kind": "last_loops", "loops": differentiated, "residual_weight": 0.5}
+    model = built(depth={"kind": "fixed", "loops": loops}, gradient=gradient).train()
+    start = torch.randn(3, 7, WIDTH, dtype=torch.float64)
+    found = model(tokens(), return_state=True, start=start, trajectory=range(1, loops + 1))
+    before = found.trajectory[loops - 1].z_BLC if loops > 1 else start
+    after = found.trajectory[loops].z_BLC
+    if differentiated == 1:
+        before = before.detach()
+    expected = 0.5 * ((after - before).square().sum(-1) / after.square().sum(-1)).mean(1)
+    torch.testing.assert_close(found.solution.penalty.double(), expected, rtol=1e-5, atol=1e-9)
+    weight = model.backbone.layers[0].mlp.in_proj.weight
+    ours, theirs = (
+        torch.autograd.grad(penalty.sum(), weight, retain_graph=True)[0]
+        for penalty in (found.solution.penalty, expected)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-8)
+
+
 def test_a_given_start_is_where_the_loops_begin():
     model, ids = built(), tokens()
     with torch.no_grad():
