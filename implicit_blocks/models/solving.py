@@ -17,6 +17,7 @@ from implicit_blocks.interfaces import Solver, State
 from implicit_blocks.models.parts import ModelWeights, OutputMap, Prepared
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
+from implicit_blocks.search.agreement import fixed_budget
 from implicit_blocks.search.loops import LoopCounts
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.search.search import Search, solve_fixed_point
@@ -62,8 +63,8 @@ def solve_window(
     """
     states = prepared.core
     if model.core_loops > 1 and (commit or f.window.start):
-        _check_loops(plan.search, states=model.core_loops)
-        return _take_loops_with_states(model, f, start_BLC, states, search=plan.search, commit=commit)
+        _check_loops(model, plan)
+        return _take_loops_with_states(model, f, start_BLC, states, plan=plan, commit=commit)
     loops = plan.loops
     final_call = commit or (loops is None and not torch.is_grad_enabled())
     exit = None
@@ -112,9 +113,7 @@ def _solve(
             return Search(solver=solver, stopping=stopping).report(start_BLC, start_BLC, iterations=0)
         loops = loops.one_less(gradient.loops) if final_call else loops
         looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
-        if not torch.is_grad_enabled():
-            return looped(searched, start_BLC)
-        return gradient(f, start_BLC, looped)
+        return gradient(f, start_BLC, looped) if torch.is_grad_enabled() else looped(searched, start_BLC)
     return solve_fixed_point(
         searched,
         start_BLC,
@@ -156,14 +155,15 @@ def exit_criterion(
     return _bound_criterion(model, Predictions(output, model.predict, (len(z_BLC), z_BLC.shape[1])), search)
 
 
-def _check_loops(search: SearchOptions | None, *, states: int) -> None:
-    """Raise ValueError where a call chooses a number of loops other than that of the kept states."""
-    if search is None or (search.loops in (None, states) and search.exit is None):
+def _check_loops(model: ImplicitLM, plan: SearchPlan) -> None:
+    """Raise ValueError where a call takes another number of loops than that of the kept states."""
+    states, total = model.core_loops, plan.loops and plan.loops.total
+    if isinstance(total, int) and total == states:
         return
-    given = f"exit {search.exit!r}" if search.loops is None else f"loops {search.loops!r}"
     raise ValueError(
-        f"the model keeps one state for each of its {states} loops, and the call asks for {given}; leave it "
-        "out, or change at_evaluation.exit of the model's spec"
+        f"the model keeps one state for each of its {states} loops, and the call takes loops {total}; leave "
+        f"out loops and exit in evaluation, train with depth 'fixed' of {states} loops and gradient "
+        "'last_loops', or change at_evaluation.exit of the model's spec"
     )
 
 
@@ -190,7 +190,7 @@ def _take_loops_with_states(
     z_BLC: Tensor,
     states: tuple[State, ...],
     *,
-    search: SearchOptions | None,
+    plan: SearchPlan,
     commit: bool,
 ) -> tuple[Solution, tuple[State, ...]]:
     """Take the loops, each after its own states of the core's layers.
@@ -198,21 +198,27 @@ def _take_loops_with_states(
     With ``commit`` the returned states are those after the window.
     """
     layers, after = len(model.backbone.layers), list[State]()
-    chosen = () if search is None else search.trajectory
-    before_BLC, iterates = z_BLC, dict[int, Tensor]()
-    for loop, first in enumerate(range(0, len(states), layers), 1):
-        own = f.with_states(states[first : first + layers])
-        before_BLC = z_BLC
-        if commit:
-            z_BLC, committed = own.commit(z_BLC)
-            after += committed
-        else:
-            z_BLC = own(z_BLC)
-        if loop in chosen:
-            iterates[loop] = z_BLC
-    rule = Search(solver=model.solver, stopping=model.evaluation_stopping, valid=f.window.valid_BL)
-    report = rule.report(before_BLC, z_BLC, iterations=model.core_loops)
-    solution = replace(report, z=z_BLC, trajectory=iterates or None)
+    of_loops = iter([states[first : first + layers] for first in range(0, len(states), layers)])
+
+    def loop(z_BLC: Tensor) -> Tensor:
+        own = f.with_states(next(of_loops))
+        if not commit:
+            return own(z_BLC)
+        z_BLC, committed = own.commit(z_BLC)
+        after.extend(committed)
+        return z_BLC
+
+    looped = Search(
+        solver=plan.solver,
+        stopping=plan.stopping,
+        valid=f.window.valid_BL,
+        trace=plan.trace,
+        agree=fixed_budget,  # each state is that of one call: none is repeated without rows that diverged
+        loops=plan.loops,
+        trajectory=plan.trajectory,
+    )
+    gradient = _gradient_of_loops(model)
+    solution = gradient(loop, z_BLC, looped) if torch.is_grad_enabled() else looped(loop, z_BLC)
     return solution, tuple(after) if commit else states
 
 
