@@ -39,7 +39,7 @@ class Unrolled(GradientEstimator):
             the cost of one more call of ``f`` per step.
 
     Raises:
-        ValueError: fewer than one step.
+        ValueError: fewer than one step; called with a solver that is not differentiable, or a trajectory.
 
     """
 
@@ -57,7 +57,11 @@ class Unrolled(GradientEstimator):
                 f"the unrolled gradient differentiates the solver, but {type(solver).__name__} is not "
                 "declared differentiable; use solver picard or gradient phantom"
             )
-
+        if search.trajectory:
+            raise ValueError(
+                f"trajectory is {search.trajectory}, but the unrolled gradient keeps no iterates; leave it "
+                "out, use gradient last_loops, or call without gradients"
+            )
         z, report = self._unroll(f, z0, search, search.valid)
         if report.some_diverged():
             finite, rows = replace_diverged(f, z0, report)

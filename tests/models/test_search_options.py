@@ -218,6 +218,19 @@ def test_a_fixed_number_of_loops_refuses_options_of_a_search(model, ids, option)
         model.train()(ids, loops=3, **option)
 
 
+def reconfigured(model, **changes):
+    model.reconfigure(model.spec.model_copy(update=changes))
+    return model.train()
+
+
+def test_the_unrolled_gradient_refuses_iterates(model, ids):
+    model = reconfigured(model, gradient=ib.UnrolledSpec(steps=3))
+    with pytest.raises(ValueError, match=r"trajectory is \(1, 2\), but the unrolled gradient .*last_loops"):
+        model(ids, trajectory=(1, 2))
+    with torch.no_grad():
+        assert sorted(model(ids, trajectory=(1, 2)).trajectory) == [1, 2]
+
+
 @pytest.mark.parametrize("loops", [1, 2, 5])
 @torch.no_grad()
 def test_a_window_that_commits_reports_the_last_of_its_loops(model, ids, loops):
