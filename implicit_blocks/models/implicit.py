@@ -13,7 +13,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.depths import UntilConvergedSpec
 from implicit_blocks.depths.depth import following_depth
 from implicit_blocks.exits import FixedExitSpec
 from implicit_blocks.gradients import LastLoops
@@ -29,7 +28,7 @@ from implicit_blocks.models.solving import SearchPlan, exit_spec, solve_window
 from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.models.training import keep_saved_tensors
 from implicit_blocks.registry import build
-from implicit_blocks.search.loops import LoopCounts
+from implicit_blocks.search.loops import Count, LoopCounts
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.specs import ImplicitLMSpec, Stopping
 from implicit_blocks.weights.cache import WeightCache
@@ -328,13 +327,10 @@ def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None
         ValueError: options of a search are given with a fixed number of loops.
 
     """
-    asked = None if search is None else search.loops
-    if asked is None and model.training:
-        if model.depth is None or isinstance(model.spec.depth, UntilConvergedSpec):
-            return None
-        loops = model.depth.sample(batch_size, device=model.embedding.weight.device)
-        return None if loops is None else LoopCounts(loops)
-    if asked is None:
+    asked: Count | tuple[int, int] | LoopCounts | None = None if search is None else search.loops
+    if asked is None and model.training and model.depth is not None:
+        asked = model.depth.sample(batch_size, device=model.embedding.weight.device)
+    elif asked is None and not model.training:
         criterion = exit_spec(model, search)
         asked = criterion.loops if isinstance(criterion, FixedExitSpec) else None
     if asked is None:

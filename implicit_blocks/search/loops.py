@@ -70,8 +70,8 @@ class LoopCounts:
             )
 
     @classmethod
-    def of(cls, loops: int | tuple[int, int] | LoopCounts) -> LoopCounts:
-        """Return the counts of n loops, or of (n, k) with the last k of them differentiated."""
+    def of(cls, loops: Count | tuple[int, int] | LoopCounts) -> LoopCounts:
+        """Return the counts of n loops, also (B,) or (B, L), or of (n, k) with the last k differentiated."""
         if isinstance(loops, LoopCounts):
             return loops
         return cls(*loops) if isinstance(loops, tuple) else cls(loops)

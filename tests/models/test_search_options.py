@@ -223,6 +223,19 @@ def reconfigured(model, **changes):
     return model.train()
 
 
+@pytest.mark.parametrize("gradient", [ib.LastLoopsSpec(), ib.PhantomSpec()], ids=["last_loops", "phantom"])
+@pytest.mark.parametrize(
+    "option", [{"damping": 0.7}, {"max_iterations": 5}, {"moving_average": 0.7}], ids=str
+)
+def test_a_depth_of_training_refuses_options_of_a_search(model, ids, option, gradient):
+    model = reconfigured(model, depth=ib.FixedDepthSpec(loops=3), gradient=gradient)
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            assert model(ids).solution.iterations.tolist() == [3, 3, 3]
+            with pytest.raises(ValueError, match="but a fixed number of loops is no search; leave it out"):
+                model(ids, **option)
+
+
 def test_the_unrolled_gradient_refuses_iterates(model, ids):
     model = reconfigured(model, gradient=ib.UnrolledSpec(steps=3))
     with pytest.raises(ValueError, match=r"trajectory is \(1, 2\), but the unrolled gradient .*last_loops"):
