@@ -251,8 +251,7 @@ class _ImplicitModel(ImplicitPreTrained):
             output_hidden_states = bool(self.config.output_hidden_states)
         chosen: tuple[int, ...] = ()
         if output_hidden_states:
-            commits = bool(use_cache or past)
-            chosen = chosen_iterates(self.lm, loops=loops, trajectory=trajectory, commits=commits)
+            chosen = chosen_iterates(self.lm, loops=loops, trajectory=trajectory)
         encoded = self.lm.encode(
             x_BLD,
             ids_BL=None if input_ids is None else needed_ids(self.lm, input_ids),
@@ -273,7 +272,7 @@ class _ImplicitModel(ImplicitPreTrained):
         )
         found = ImplicitModelOutput(encoded.hidden_BLD, solution=encoded.solution)
         if output_hidden_states:
-            found["hidden_states"] = hidden_states(self.lm, x_BLD, encoded, chosen, loops)
+            found["hidden_states"] = hidden_states(self.lm, x_BLD, encoded, chosen)
         if self.training and encoded.iterates:
             found["iterates"] = encoded.iterates
         if use_cache:

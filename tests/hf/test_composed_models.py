@@ -164,12 +164,16 @@ def test_generate_returns_hidden_states_and_takes_loops(family, tiny_spec, ids):
     assert [len(step) for step in found.hidden_states] == [4, 4]
 
 
-def test_iterates_of_a_model_with_one_state_per_loop_are_refused_with_a_cache(family, tiny_spec, ids):
+def test_a_model_with_one_state_per_loop_returns_its_iterates_with_a_cache(family, tiny_spec, ids):
     model = exported(sandwich(tiny_spec, family, state_policy="per_loop"))
     with torch.no_grad():
-        assert len(model(ids, output_hidden_states=True, use_cache=False).hidden_states) == 5
-        with pytest.raises(ValueError, match="use_cache=False"):
-            model(ids, output_hidden_states=True)
+        plain = model(ids, output_hidden_states=True, use_cache=False).hidden_states
+        first = model(ids[:, :4], output_hidden_states=True)
+        cache = {model.config.cache_name: first[model.config.cache_name]}
+        rest = model(ids[:, 4:], output_hidden_states=True, **cache)
+    assert len(plain) == len(first.hidden_states) == len(rest.hidden_states) == 5
+    for whole, *parts in zip(plain, first.hidden_states, rest.hidden_states, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_configurations_saved_before_composed_models_load(family, tiny_spec):
