@@ -108,7 +108,7 @@ class Solution:
         """Join the solutions of consecutive windows: values along the tokens, status from the worst window.
 
         Traces and adjoints are per window and are not joined. The trajectory has the iterates that every
-        window has.
+        window has. Penalties are added: that of a window is its share of the row's.
         """
         if len(windows) == 1:
             return windows[0]
@@ -130,7 +130,7 @@ class Solution:
             token_residual=join("token_residual"),
             token_converged=join("token_converged"),
             token_diverged=join("token_diverged"),
-            penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
+            penalty=None if windows[0].penalty is None else stack("penalty").sum(0),
             trajectory=_join_trajectories([window.trajectory for window in windows]),
         )
 

@@ -326,6 +326,12 @@ class Inputs(NamedTuple):
             windows.append(window)
         return windows
 
+    def share(self, window: Inputs) -> Tensor | float:
+        """Return the share of each row's real tokens, (B,), that a window has; one number without padding."""
+        if self.valid_BL is None or window.valid_BL is None:
+            return window.length / self.length
+        return window.valid_BL.sum(1) / self.valid_BL.sum(1).clamp(min=1)
+
 
 def check_inputs(
     x_BLD: Tensor,

@@ -30,9 +30,10 @@ from implicit_blocks.models.training import keep_saved_tensors
 from implicit_blocks.registry import build
 from implicit_blocks.search.loops import Count, LoopCounts
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
+from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ImplicitLMSpec, Stopping
 from implicit_blocks.weights.cache import WeightCache
-from implicit_blocks.windows import SequenceState, Window, check_inputs, check_windows
+from implicit_blocks.windows import Inputs, SequenceState, Window, check_inputs, check_windows
 
 
 class ImplicitLM(ModelParts):
@@ -188,8 +189,8 @@ class ImplicitLM(ModelParts):
             output = self.output_map(prepared, weights)
             if commit:
                 hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
-                states = (*prepared.prelude, *core, *coda)
-                state = prepared.state.after(prepared.window, states, solution.z)
+                state = prepared.state.after(prepared.window, (*prepared.prelude, *core, *coda), solution.z)
+                solution = _with_share(solution, inputs, window)
             else:
                 hidden_BLD = output(solution.z)
             parts.append(Encoded(hidden_BLD, solution))
@@ -339,6 +340,13 @@ def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None
         if (given := getattr(search, name, None)) is not None:
             raise ValueError(f"{name} is {given}, but a fixed number of loops is no search; leave it out")
     return LoopCounts.of(asked)
+
+
+def _with_share(solution: Solution, inputs: Inputs, window: Inputs) -> Solution:
+    """Return a window's solution with its share of the row's penalty, which is a mean over real tokens."""
+    if solution.penalty is None:
+        return solution
+    return replace(solution, penalty=solution.penalty * inputs.share(window))
 
 
 def _check_start(start: Tensor, like_BLC: Tensor) -> Tensor:

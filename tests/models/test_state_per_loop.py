@@ -47,7 +47,7 @@ PER_LOOP: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", PER_LOOP.values(), ids=PER_LOOP)
-@pytest.mark.parametrize("options", [{"return_state": True}, {"window_length": 4}], ids=["state", "windows"])
+@pytest.mark.parametrize("options", [{"return_state": True}, {"window_length": 3}], ids=["state", "windows"])
 def test_one_state_per_loop_trains_like_a_call_that_commits_nothing(changes, options):
     found = []
     for chosen in ({}, options):
@@ -58,6 +58,19 @@ def test_one_state_per_loop_trains_like_a_call_that_commits_nothing(changes, opt
         gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         found.append([output.loss.detach(), torch.cat(gradients)])
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
+def test_the_penalty_is_a_mean_over_the_real_tokens_of_all_windows():
+    gradient = {"kind": "last_loops", "residual_weight": 0.5}
+    model, ids = built(depth={"kind": "fixed", "loops": 3}, gradient=gradient).train(), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, 2:] = 0, 0
+    for attention_mask in (None, mask):
+        whole, cut = (
+            model(ids, attention_mask=attention_mask, window_length=length).solution.penalty
+            for length in (None, 3)
+        )
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=0)
 
 
 UNEQUAL_LOOPS: dict[str, dict[str, Any]] = {
