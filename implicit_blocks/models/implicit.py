@@ -306,7 +306,20 @@ class ImplicitLM(ModelParts):
 def search_plan(
     model: ImplicitLM, search: SearchOptions | None, *, batch_size: int, trace: bool
 ) -> SearchPlan:
-    """Return how a call of a model searches; draws the number of loops where it is random."""
+    """Return how a call of a model searches; draws the number of loops where it is random.
+
+    Raises:
+        ValueError: an option would have no effect in training.
+
+    """
+    if model.training:
+        steps = torch.is_grad_enabled() and not model.gradient.searches
+        for name in ("exit", *(("damping", "moving_average") if steps else ())):
+            if (given := getattr(search, name, None)) is not None:
+                raise ValueError(
+                    f"{name} is {given}, which has no effect in training with gradient "
+                    f"{model.spec.gradient.kind!r}; leave it out, or call model.eval() before"
+                )
     solver, stopping = model.search_config(search)
     loops = loop_counts(model, batch_size, search)
     looped = (search is not None and search.loops is not None) or isinstance(model.gradient, LastLoops)

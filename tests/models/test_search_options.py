@@ -232,8 +232,18 @@ def test_a_depth_of_training_refuses_options_of_a_search(model, ids, option, gra
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
             assert model(ids).solution.iterations.tolist() == [3, 3, 3]
-            with pytest.raises(ValueError, match="but a fixed number of loops is no search; leave it out"):
+            with pytest.raises(ValueError, match="loops is no search|has no effect in training"):
                 model(ids, **option)
+
+
+@pytest.mark.parametrize("gradient", [ib.LastLoopsSpec(), ib.UnrolledSpec(steps=3)], ids=["last", "unrolled"])
+@pytest.mark.parametrize(
+    "option", [{"damping": 0.7}, {"moving_average": 0.7}, {"exit": ib.FixedExitSpec(loops=1)}], ids=str
+)
+def test_training_without_a_search_refuses_options_of_a_search(model, ids, option, gradient):
+    model = reconfigured(model, gradient=gradient)
+    with pytest.raises(ValueError, match="has no effect in training with gradient"):
+        model(ids, **option)
 
 
 def test_the_unrolled_gradient_refuses_iterates(model, ids):
