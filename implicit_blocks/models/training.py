@@ -57,6 +57,8 @@ class TrainingMethods(nn.Module):
         """
         # Shapes of training, evaluation and compacted batches, with and without gradients.
         torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+        # As without compilation: autocast would otherwise also narrow products in float32, such as a scan's.
+        torch._functorch.config.backward_pass_autocast = "off"
         for stack in self.stacks():
             for block in stack.blocks():
                 block.compile(dynamic=False, options=COMPILE_OPTIONS)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import implicit_blocks as ib
 
@@ -50,6 +51,31 @@ def test_layers_compile_without_graph_breaks(mixer):
     with torch.no_grad():
         values = [model.eval()(ids, max_iterations=2).logits for model in (plain, compiled)]
     torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_autocast_leaves_the_backward_pass_of_a_scan_in_float32(monkeypatch):
+    # The scan switches autocast off. Only its forward pass runs within that context.
+    monkeypatch.setattr(torch._functorch.config, "backward_pass_autocast", "same_as_forward")
+    torch.compiler.reset()
+    dtypes = []
+
+    def recorded(graph, _):
+        products = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+        dtypes.extend(factor.meta["val"].dtype for node in products for factor in node.args)
+        return graph
+
+    model = built("mamba2-one-chunk").train()
+    model.compile_layers()
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=recorded)
+    for block in model.backbone.blocks():
+        block.compile(dynamic=False, backend=backend)
+    ids = torch.randint(61, (2, 24))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, labels=ids, return_logits=False).loss
+    loss.backward()
+    assert set(dtypes) == {torch.float32}
     torch.compiler.reset()
 
 
