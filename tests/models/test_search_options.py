@@ -232,7 +232,7 @@ def test_a_depth_of_training_refuses_options_of_a_search(model, ids, option, gra
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
             assert model(ids).solution.iterations.tolist() == [3, 3, 3]
-            with pytest.raises(ValueError, match="loops is no search|has no effect in training"):
+            with pytest.raises(ValueError, match=r"loops is no search|has no effect in training"):
                 model(ids, **option)
 
 
