@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map
+from implicit_blocks.models.training import keep_saved_tensors
 from implicit_blocks.specs.base import require_count
 
 
@@ -61,6 +62,7 @@ def spectral_radius(
             f"z has shape {tuple(z.shape)} of {z.dtype}; expected floating-point numbers with a batch and "
             "at least one more dimension, all positive"
         )
+    keep_saved_tensors()
     point = z.detach().requires_grad_()
     with torch.enable_grad():
         value = f(point)

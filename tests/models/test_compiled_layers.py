@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 import implicit_blocks as ib
+from implicit_blocks.analysis import spectral_radius
+from implicit_blocks.models.training import COMPILE_OPTIONS
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
@@ -150,4 +153,46 @@ def test_compiled_layers_can_be_differentiated_by_an_adjoint(monkeypatch, tmp_pa
         compiled = gradients()
     for own, other in zip(compiled, eager, strict=True):
         assert (own - other).norm() <= 0.05 * other.norm() + 1e-6
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="generating code needs g++")
+def test_spectral_radius_of_compiled_layers(monkeypatch, tmp_path):
+    # It differentiates one call many times, whatever the gradient of training. The compiler's cache has code
+    # that overwrites saved tensors, as from a program that compiled the same layers by itself.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    spec = ib.ImplicitLMSpec(
+        vocab_size=61,
+        d_model=32,
+        n_layers=1,
+        gradient=ib.PhantomSpec(steps=2),  # the second step differentiates its point too
+        stopping=ib.Stopping(tolerance=0.0, max_iterations=1),
+        mixer=ib.AttentionSpec(n_heads=4, n_kv_heads=2, qk_norm="weighted"),
+        mlp=ib.SwiGLUSpec(d_ff=48),
+        dropout=0.1,
+    )
+    plain = ib.build(spec).train()
+    compiled = copy.deepcopy(plain)
+    ids = torch.randint(61, (4, 16))
+
+    def radius(model):
+        torch.manual_seed(0)
+        state, weights = model.initial_state(4), model.cache_weights()
+        f, z = model.bind(model.embedding(ids), state, weights=weights, ids_BL=ids)
+        generator = torch.Generator().manual_seed(0)
+        return spectral_radius(f, z + 0.1, steps=6, generator=generator).radius
+
+    with (
+        torch._functorch.config.patch(donated_buffer=True),
+        torch.compiler.config.patch(cache_key_tag=""),
+    ):
+        for block in compiled.backbone.blocks():
+            block.compile(dynamic=False, options=COMPILE_OPTIONS)
+        compiled(ids, labels=ids).loss.backward()
+        torch.compiler.reset()
+        compiled.compile_layers()
+        torch.testing.assert_close(radius(compiled), radius(plain), rtol=1e-3, atol=0)
     torch.compiler.reset()

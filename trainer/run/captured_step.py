@@ -246,9 +246,8 @@ class CapturedStep:
 
     def _may_capture(self, loops: int | None) -> bool:
         """Return whether the kernels of a step with these loops are compiled, and a graph is allowed."""
-        if self.not_captured is not None or self._eager_left or len(self.graphs) == MOST_GRAPHS:
-            return False
-        return loops in self._seen
+        is_ready = loops in self._seen and not self._eager_left and len(self.graphs) < MOST_GRAPHS
+        return is_ready and self.not_captured is None
 
     def _capture(self, loops: int | None) -> None:
         """Capture the step; one that cannot be captured runs eagerly from now on, with a line in the log."""
