@@ -167,6 +167,8 @@ def test_the_table_of_ablations(half: dict[str, Any]) -> None:
     layers = "layers that iterate"
     text = f"{above(layers, 'first half, 0-2-2')} to {above(layers, 'all, 0-4-0')} % above that of the base"
     assert f"perplexity is {text}" in PAGE
+    text = f"{above(layers, 'second half, 2-2-0')} and {above(layers, 'three of four, 1-3-0')} % above"
+    assert f"Without layers after the core, 2-2-0 and 1-3-0, it is {text}" in PAGE
     text = f"{above('injection', 'concat')} and {above('injection', 'diagonal')} % higher"
     assert f"with `concat` and `diagonal` the perplexity is {text}" in PAGE
     late = [
@@ -204,3 +206,18 @@ def test_the_table_of_ablations(half: dict[str, Any]) -> None:
     values = [sorted(run[on] for run in three) for on in ("choice", "report")]
     ends = [f"{found[0]:.2f} to {found[-1]:.2f}" for found in values]
     assert f"have {ends[0]} on the text of the choice and {ends[1]} on the held-out books" in PAGE
+
+
+def test_adjoint_gradients_of_a_small_model() -> None:
+    runs = read("adjoint_small")
+    assert {run["recipe"]["precision"] for run in runs} == {"float32"}
+    assert {f"{run['parameters'] / 1e6:.1f} M" for run in runs} == {"0.7 M"}
+    kinds = ("steps: 2", "implicit_function", "one_step_adjoint")
+    phantom, solved, one_step = (
+        next(run["report"] for run in runs if any(kind in change for change in run["recipe"]["changes"]))
+        for kind in kinds
+    )
+    (last,) = (run["report"] for run in runs if run["recipe"]["gradient_loops"] == 2)
+    text = f"has a perplexity of {last:.1f} with the gradient of the last 2 loops, {phantom:.1f} with 2"
+    text = f"{text} phantom steps after 3 iterations, and {solved:.1f} with an adjoint solve of 3 iterations."
+    assert f"{text} With the one-step adjoint it diverges ({one_step:.1f})" in PAGE
