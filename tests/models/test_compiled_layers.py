@@ -58,9 +58,8 @@ def test_layers_compile_without_graph_breaks(mixer):
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_autocast_leaves_the_backward_pass_of_a_scan_in_float32(monkeypatch):
+def test_autocast_leaves_the_backward_pass_of_a_scan_in_float32():
     # The scan switches autocast off. Only its forward pass runs within that context.
-    monkeypatch.setattr(torch._functorch.config, "backward_pass_autocast", "same_as_forward")
     torch.compiler.reset()
     dtypes = []
 
@@ -69,15 +68,16 @@ def test_autocast_leaves_the_backward_pass_of_a_scan_in_float32(monkeypatch):
         dtypes.extend(factor.meta["val"].dtype for node in products for factor in node.args)
         return graph
 
-    model = built("mamba2-one-chunk").train()
-    model.compile_layers()
-    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=recorded)
-    for block in model.backbone.blocks():
-        block.compile(dynamic=False, backend=backend)
-    ids = torch.randint(61, (2, 24))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(ids, labels=ids, return_logits=False).loss
-    loss.backward()
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):
+        model = built("mamba2-one-chunk").train()
+        model.compile_layers()
+        backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=recorded)
+        for block in model.backbone.blocks():
+            block.compile(dynamic=False, backend=backend)
+        ids = torch.randint(61, (2, 24))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, return_logits=False).loss
+        loss.backward()
     assert set(dtypes) == {torch.float32}
     torch.compiler.reset()
 
