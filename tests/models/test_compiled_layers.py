@@ -20,6 +20,19 @@ MIXERS = {
 }
 
 
+@pytest.fixture
+def defaults_of_the_compiler(monkeypatch, tmp_path):
+    """Begin with an empty cache of compiled code, and let backward code overwrite saved tensors."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    with (
+        torch._functorch.config.patch(donated_buffer=True),
+        torch.compiler.config.patch(cache_key_tag=""),
+    ):
+        yield
+    torch.compiler.reset()
+
+
 def built(mixer):
     torch.manual_seed(0)
     spec = ib.ImplicitLMSpec(
@@ -114,56 +127,48 @@ def test_estimators_say_whether_they_retain_the_graph(gradient, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generating code needs g++")
-def test_compiled_layers_can_be_differentiated_by_an_adjoint(monkeypatch, tmp_path):
+def test_compiled_layers_can_be_differentiated_by_an_adjoint(defaults_of_the_compiler):
     # Backward of an adjoint keeps the graph, which the compiler does not allow by default. Code in the
     # compiler's cache, from a model with another gradient, may overwrite the tensors that are needed twice.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch.compiler.reset()
     torch.manual_seed(0)
     spec = ib.ImplicitLMSpec(
         vocab_size=61,
         d_model=64,
         n_layers=2,
         injection={"kind": "residual"},
+        gradient=ib.PhantomSpec(steps=1),
         stopping=ib.Stopping(tolerance=0.0, max_iterations=3),
         mixer=ib.AttentionSpec(n_heads=4),
         mlp=ib.SwiGLUSpec(d_ff=64),
         prelude={"n_layers": 1},
     )
     model = ib.build(spec).train()
+    plain = copy.deepcopy(model)
     ids = torch.randint(61, (2, 16))
 
-    def gradients():
+    def gradients(model):
         model.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(ids, labels=ids, return_logits=False).loss
         loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    model.reconfigure(model.spec.model_copy(update={"gradient": ib.OneStepAdjointSpec()}))
-    eager = gradients()
-    with (
-        torch._functorch.config.patch(donated_buffer=True),
-        torch.compiler.config.patch(cache_key_tag=""),
-    ):
-        model.reconfigure(model.spec.model_copy(update={"gradient": ib.PhantomSpec(steps=1)}))
-        model.compile_layers()
-        gradients()
-        model.reconfigure(model.spec.model_copy(update={"gradient": ib.OneStepAdjointSpec()}))
-        compiled = gradients()
+    model.compile_layers()
+    gradients(model)
+    adjoint = spec.model_copy(update={"gradient": ib.OneStepAdjointSpec()})
+    for one in (model, plain):
+        one.reconfigure(adjoint)
+    compiled, eager = gradients(model), gradients(plain)
     for own, other in zip(compiled, eager, strict=True):
         assert (own - other).norm() <= 0.05 * other.norm() + 1e-6
-    torch.compiler.reset()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="generating code needs g++")
-def test_spectral_radius_of_compiled_layers(monkeypatch, tmp_path):
+def test_spectral_radius_of_compiled_layers(defaults_of_the_compiler):
     # It differentiates one call many times, whatever the gradient of training. The compiler's cache has code
     # that overwrites saved tensors, as from a program that compiled the same layers by itself.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch.compiler.reset()
     spec = ib.ImplicitLMSpec(
         vocab_size=61,
         d_model=32,
@@ -185,14 +190,9 @@ def test_spectral_radius_of_compiled_layers(monkeypatch, tmp_path):
         generator = torch.Generator().manual_seed(0)
         return spectral_radius(f, z + 0.1, steps=6, generator=generator).radius
 
-    with (
-        torch._functorch.config.patch(donated_buffer=True),
-        torch.compiler.config.patch(cache_key_tag=""),
-    ):
-        for block in compiled.backbone.blocks():
-            block.compile(dynamic=False, options=COMPILE_OPTIONS)
-        compiled(ids, labels=ids).loss.backward()
-        torch.compiler.reset()
-        compiled.compile_layers()
-        torch.testing.assert_close(radius(compiled), radius(plain), rtol=1e-3, atol=0)
+    for block in compiled.backbone.blocks():
+        block.compile(dynamic=False, options=COMPILE_OPTIONS)
+    compiled(ids, labels=ids).loss.backward()
     torch.compiler.reset()
+    compiled.compile_layers()
+    torch.testing.assert_close(radius(compiled), radius(plain), rtol=1e-3, atol=0)
