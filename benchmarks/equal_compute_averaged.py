@@ -192,8 +192,8 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
     """
     for part in FILES:
         known = several_seeds(part)
-        candidates = [*BESIDE.get(part, ()), *([HALF[part]] if part in HALF else [])]
-        others = [one for other in candidates for one in several_seeds(other)]
+        candidates = (*BESIDE.get(part, ()), HALF.get(part))
+        others = [one for other in candidates if other for one in several_seeds(other)]
         explicit = sorted(
             (one for one in (*known, *others) if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
