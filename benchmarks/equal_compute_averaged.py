@@ -23,8 +23,11 @@ from equal_compute_parts import (
     ABLATED,
     ATTRACTOR,
     BESIDE,
+    CHANGES,
     EDGES,
     FILES,
+    FOUR_LAYERS,
+    GATES,
     GROUPS,
     HALF,
     LONG,
@@ -85,7 +88,10 @@ def reported(runs: Runs) -> list[Mapping[str, Any]]:
 
 def model_of(recipe: Recipe) -> str:
     """Return side, shape and normalization of a recipe."""
-    return f"{recipe.side}, {recipe.shape}{', weight norm' if recipe.weight_norm else ''}"
+    shape = recipe.shape
+    for change, words in CHANGES.items():
+        shape = shape.replace(change, words)
+    return f"{recipe.side}, {shape}{', weight norm' if recipe.weight_norm else ''}"
 
 
 def recipes_table(*parts: Runs) -> str:
@@ -264,9 +270,8 @@ def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, penalty and weight norm of the implicit one, text and FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight else ""
-    added = "".join(
-        f", {name}" for name in ("weight norm", ATTRACTOR, RANDOM, OTHER, LONG, MORE) if name in part
-    )
+    words = (FOUR_LAYERS, "weight norm", GATES, ATTRACTOR, RANDOM, OTHER, LONG, MORE)
+    added = "".join(f", {name}" for name in words if name in part)
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
 

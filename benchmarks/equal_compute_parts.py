@@ -9,8 +9,15 @@ OTHER = "other text"
 """In the names of parts that repeat another one on other text."""
 ATTRACTOR, RANDOM = "attractor", "random depth"
 """In the names of parts with another injection, and with a random number of loops."""
+GATES, FOUR_LAYERS = "gates", "4 layers"
+"""In the names of parts with bounded gates on the branches, and of Mamba2 with half as many layers."""
 NORMED = f"Llama, {OTHER}, weight norm, {LONG}"
 MAMBA2_NORMED = f"Mamba2, 10 M, weight norm, {LONG}"
+GATED = f"Llama, {GATES}, {OTHER}"
+PENALIZED = f"Llama, {ATTRACTOR} with penalty, {OTHER}, {MORE}"
+MAMBA2_FOUR = f"Mamba2, {FOUR_LAYERS}, weight norm, {OTHER}"
+MAMBA2_FOUR_LONG = f"{MAMBA2_FOUR}, {LONG}"
+MAMBA2_FOUR_10M = f"Mamba2, 10 M, {FOUR_LAYERS}, weight norm, {LONG}"
 ABLATED = f"Llama, {OTHER}"
 """The part whose file also has single seeds of many other recipes, `equal_compute_ablations`."""
 FILES = {
@@ -20,11 +27,13 @@ FILES = {
     "Llama, penalty": "equal_compute_averaged_penalty",
     f"Llama, {LONG}": "equal_compute_averaged_longer",
     ABLATED: "equal_compute_ablations",
+    GATED: "equal_compute_averaged_gates",
     f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
     NORMED: "equal_compute_averaged_weight_norm",
     f"Llama, {OTHER}, {MORE}": "equal_compute_averaged_longest",
     f"Llama, {ATTRACTOR}, {OTHER}, {LONG}": "equal_compute_averaged_attractor",
     f"Llama, {ATTRACTOR}, {OTHER}, {MORE}": "equal_compute_averaged_attractor_longest",
+    PENALIZED: "equal_compute_averaged_attractor_penalty",
     f"Llama, {RANDOM}, {OTHER}, {LONG}": "equal_compute_averaged_random_depth",
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
@@ -35,6 +44,9 @@ FILES = {
     f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
     f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
     MAMBA2_NORMED: "equal_compute_averaged_mamba2_weight_norm",
+    MAMBA2_FOUR: "equal_compute_averaged_mamba2_four_layers",
+    MAMBA2_FOUR_LONG: "equal_compute_averaged_mamba2_four_layers_longer",
+    MAMBA2_FOUR_10M: "equal_compute_averaged_mamba2_four_layers_10m",
     f"Mamba2, {MORE}": "equal_compute_averaged_mamba2_longest",
     "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
     "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
@@ -52,6 +64,8 @@ HALF = {
 }
 """Parts with the same text and half of the FLOPs, whose explicit models are candidates, too."""
 BESIDE = {
+    GATED: (ABLATED,),
+    PENALIZED: (f"Llama, {OTHER}, {MORE}", f"Llama, {OTHER}, {LONG}"),
     NORMED: (f"Llama, {OTHER}, {LONG}",),
     MAMBA2_NORMED: (f"Mamba2, 10 M, {LONG}",),
     f"Llama, {ATTRACTOR}, {OTHER}, {LONG}": (f"Llama, {OTHER}, {LONG}",),
@@ -67,17 +81,20 @@ GROUPS = {
     "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
     OTHER: (
         ABLATED,
+        GATED,
         f"Llama, {OTHER}, {LONG}",
         f"Llama, {ATTRACTOR}, {OTHER}, {LONG}",
         f"Llama, {RANDOM}, {OTHER}, {LONG}",
         NORMED,
         f"Llama, {OTHER}, {MORE}",
         f"Llama, {ATTRACTOR}, {OTHER}, {MORE}",
+        PENALIZED,
     ),
     "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M", "Llama, 30 M"),
     "Mamba2": ("Mamba2", f"Mamba2, {LONG}", f"Mamba2, {MORE}"),
     "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
     "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}", MAMBA2_NORMED),
+    f"Mamba2, {FOUR_LAYERS}": (MAMBA2_FOUR, MAMBA2_FOUR_LONG, MAMBA2_FOUR_10M),
     "once": ("once",),
 }
 """Parts whose recipes share a table."""
@@ -85,3 +102,13 @@ ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
 """Groups whose choice was between recipes of one model of each side, which the page has in words."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
 """Parts with text and FLOPs in proportion to the size."""
+_STAGES = [f"{{name: loops{n}, until: {n / 4:g}, model: {{depth: {{loops: {n}}}}}}}" for n in (1, 2, 3)]
+CHANGES = {
+    "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}": "gates of at most 0.75",
+    "model.residual_scaling={kind: layer_scale, init: 0.25}": "branches scaled by 0.25",
+    "model.depth={kind: uniform, low: 1, high: 5}": "random depth of 1 to 5",
+    f"phases=[{', '.join(_STAGES)}, {{name: loops4, model: {{gradient: {{residual_weight: 4.0}}}}}}]": (
+        "in stages of 1 to 4 loops, penalty 4"
+    ),
+}
+"""Changes of a run's spec in the words of the tables."""

@@ -59,15 +59,16 @@ def test_the_headline_is_that_of_the_summary(leads: Any) -> None:
     assert other["interval"][0] < 0 < other["interval"][1]
     large = {key for key, found in leads.items() if key[0] == "a" and found["difference"] <= -0.05}
     reaching = {key for key in large if leads[key]["below_with_every_seed"]}
-    assert large - reaching == {("a", "Llama, other text, weight norm, twice the FLOPs", "adamw")}
+    assert large - reaching == {("a", PARTS[name], "adamw") for name in ("NORMED", "PENALIZED")}
     largest = leads["a", "Llama, 30 M", "adamw"]
     assert f"29.9 M parameters: {below(largest)} % below, with one seed of each side" in PAGE
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f". Llama 30M: {below(largest)} % after half the passes, untuned." in readme
     assert largest["seeds"] == [1, 1]
     parts = ("twice the FLOPs", "10 M, twice the FLOPs", "other text", "other text, four times the FLOPs")
-    parts += ("attractor, other text, four times the FLOPs",)
-    assert reaching == {("a", f"Llama, {part}", "adamw") for part in parts}
+    parts += ("attractor, other text, four times the FLOPs", "gates, other text")
+    mamba2 = {PARTS["MAMBA2_FOUR"], PARTS["MAMBA2_FOUR_LONG"]}
+    assert reaching == {("a", part, "adamw") for part in {f"Llama, {part}" for part in parts} | mamba2}
     muon = [leads["a", f"Llama, Muon{budget}", "muon"] for budget in ("", ", twice the FLOPs")]
     assert f"Muon are {below(muon[0])} to {below(muon[1])} % below" in PAGE
     mamba2, large, normed = (
@@ -90,12 +91,13 @@ def test_which_leads_every_seed_has(leads: Any, half: dict[str, Any]) -> None:
     several = {key[1]: found for key, found in leads.items() if key[0] == "a" and min(found["seeds"]) > 1}
     every = {part for part, found in several.items() if found["below_with_every_seed"]}
     large = {part for part, found in several.items() if found["difference"] < -0.03}
-    other = {f"Llama, {name}other text, twice the FLOPs" for name in ("", "attractor, ")} | {PARTS["NORMED"]}
+    other = {f"Llama, {name}other text, twice the FLOPs" for name in ("", "attractor, ")}
+    other |= {PARTS["NORMED"], PARTS["PENALIZED"]}
     assert other <= large
     assert every == large - other | {"Mamba2, twice the FLOPs", PARTS["MAMBA2_NORMED"]}
-    assert {part for part in several if "Mamba2" in part} - every == {"Mamba2"}
-    text = "a lead of 3 % or more, except those of Llama on the other text with twice the FLOPs, and in those"
-    assert f"rows with {text} of Mamba2 with twice the FLOPs" in PAGE
+    assert {part for part in several if "Mamba2" in part} - every == {"Mamba2", PARTS["MAMBA2_FOUR_10M"]}
+    text = "except those of Llama on the other text with twice the FLOPs and the one with `attractor` and a"
+    assert f"{text} penalty, and in those of Mamba2 with 8 layers and twice the FLOPs" in PAGE
 
 
 def test_both_sides_may_use_half_of_the_flops(half: dict[str, Any]) -> None:

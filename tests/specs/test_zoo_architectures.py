@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,23 @@ def test_book_variants_search_in_evaluation_and_can_take_the_loops_of_training(n
     assert fixed.at_evaluation.fixed_loops == 3
 
 
+def measured_with_stages() -> dict[str, Any]:
+    """Return the reported recipe of Llama with gates and a number of loops that grows in stages."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks/results/equal_compute_averaged_gates.json"
+    recipes = [run["recipe"] for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+    (found,) = (recipe for recipe in recipes if recipe["loops"] == 4 and recipe["seed"] == 1)
+    return {**found, "average": 0.997}
+
+
 MAMBA2 = {"family": "mamba2", "learning_rate": 4e-3, "weight_decay": 2.0, "petaflops": 0.82}
+SHALLOW = {
+    **MAMBA2,
+    "learning_rate": 2e-3,
+    "petaflops": 1.83,
+    "width": 320,
+    "weight_norm": True,
+    "average": 0.998,
+}
 MEASURED = {
     "books_5m_residual": {
         "family": "llama",
@@ -197,15 +214,22 @@ MEASURED = {
         "average": 0.995,
     },
     "books_5m_mamba2_residual_explicit": {**MAMBA2, "layers": (0, 8, 0), "average": 0.998},
+    "books_5m_mamba2_residual_shallow": {**SHALLOW, "layers": (1, 2, 1), "loops": 3, "loops_from": 0.5},
+    "books_5m_mamba2_residual_shallow_explicit": {**SHALLOW, "layers": (0, 4, 0)},
 }
+STAGES = "books_5m_residual_stages"
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", [*MEASURED, STAGES])
 def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_compute(name: str) -> None:
-    fields: dict[str, Any] = {"learning_rate": 2e-3, "petaflops": 3.0, **MEASURED[name]}
-    if fields.get("loops"):
+    fields: dict[str, Any] = {
+        "learning_rate": 2e-3,
+        "petaflops": 3.0,
+        **(MEASURED.get(name) or measured_with_stages()),
+    }
+    if fields.get("loops") and name != STAGES:
         fields |= {"end_loops": 8, "end_from": 0.8}
-    if fields.get("loops") == 4:
+    if fields.get("loops") == 4 and name != STAGES:
         fields |= {"loops_from": 0.75, "gradient_loops": 2}
     measured: Any = spec_of(Recipe(**fields), Path("tokens"))
     spec: Any = load_spec(name)
@@ -220,6 +244,7 @@ def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_
     assert spec.schedule_spec() == measured.schedule_spec()
     assert (spec.training.ema and spec.training.ema.decay) == fields.get("average")
     assert spec.training.max_grad_norm == measured.training.max_grad_norm
+    assert spec.model.weight_norm == measured.model.weight_norm
     if fields.get("loops"):
         assert spec.model.injection == measured.model.injection
         ours, theirs = (
