@@ -139,6 +139,7 @@ class SearchLike(Protocol):
     agree: Agreement | None
     loops: LoopCounts | None
     trajectory: tuple[int, ...]
+    trace: bool
 
     def __call__(self, f: Map, z0: Tensor, /) -> Solution:
         """Search for ``z = f(z)`` from ``z0`` without recording gradients."""

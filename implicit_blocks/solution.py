@@ -134,6 +134,11 @@ class Solution:
             trajectory=_join_trajectories([window.trajectory for window in windows]),
         )
 
+    @property
+    def finest_residual(self) -> Tensor:
+        """The residual of each token, (B, L), where it is known; otherwise that of each row, (B,)."""
+        return self.residual if self.token_residual is None else self.token_residual
+
     def some_diverged(self) -> bool:
         """Whether some rows have diverged, but not all; copies one flag to the host."""
         some = self.diverged.any() & ~self.diverged.all()

@@ -94,10 +94,11 @@ class LastLoops(GradientEstimator):
             valid=valid,
             trajectory=search.trajectory,
             agree=search.agree,
+            report=search.report if search.trace else None,
         )
         report = search.report(looped.before, looped.z, iterations=counts.total)
         penalty = self.penalty(looped.before, looped.z, valid=valid)
-        return replace(report, z=looped.z, trajectory=looped.trajectory, penalty=penalty)
+        return replace(report, z=looped.z, trace=looped.trace, trajectory=looped.trajectory, penalty=penalty)
 
     def penalty(self, before: Tensor, z: Tensor, *, valid: Tensor | None) -> Tensor | None:
         """Return the penalty of each row, (B,), given the last loop's point and value; None: no penalty."""

@@ -6,8 +6,10 @@ checkpointing: T. Chen et al., "Training deep nets with sublinear memory cost", 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -85,7 +87,7 @@ class Unrolled(GradientEstimator):
             fz_EF = call(z_EF)
             return fz_EF, *point_and_state(solver, solver.update(z_EF, fz_EF, state, call))
 
-        z, state = elements(z0), solver.init(elements(z0))
+        z, state, calls = elements(z0), solver.init(elements(z0)), list[tuple[Tensor, Tensor]]()
         for _ in range(self.steps):
             before = z
             fz, z, state = (
@@ -93,5 +95,7 @@ class Unrolled(GradientEstimator):
                 if self.checkpointing
                 else step(before, state)
             )
-        report = search.report(before.view(z0.shape), fz.view(z0.shape), iterations=self.steps)
-        return z.view(z0.shape), report
+            calls = [*(calls if search.trace else ()), (before.view(z0.shape), fz.view(z0.shape))]
+        reports = [search.report(point, value, iterations=self.steps) for point, value in calls]
+        trace = torch.stack([report.finest_residual for report in reports]) if search.trace else None
+        return z.view(z0.shape), replace(reports[-1], trace=trace)

@@ -238,12 +238,12 @@ def _with_last_loop(
     if lost is not None and converged is not None and diverged is not None:
         last = replace(last, token_converged=converged & ~lost, token_diverged=diverged | lost)
     value = mapped_BLC if torch.is_grad_enabled() else finite_or(mapped_BLC, solution.z)
-    iterates, trace = dict(solution.trajectory or {}), solution.trace
+    iterates, trace = dict(solution.trajectory or {}), None
     if loops.maximum in plan.trajectory:
         iterates[loops.maximum] = value
-    if trace is not None:
-        residual = last.residual if last.token_residual is None else last.token_residual
-        trace = torch.cat([trace, residual[None]])
+    if plan.trace:
+        before = () if solution.trace is None else solution.trace  # none before the only loop
+        trace = torch.stack([*before, last.finest_residual])
     diverged = last.diverged | solution.diverged
     penalty = _gradient_of_loops(model).penalty(solution.z, mapped_BLC, valid=f.window.valid_BL)
     return replace(

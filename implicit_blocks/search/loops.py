@@ -17,6 +17,7 @@ from torch import Tensor
 
 from implicit_blocks.interfaces import Map, SteppingMap
 from implicit_blocks.search.agreement import Agreement, fixed_budget
+from implicit_blocks.solution import Solution
 from implicit_blocks.specs.base import require_count
 
 Count = int | Tensor
@@ -155,6 +156,8 @@ class Looped(NamedTuple):
     """The point of which ``z`` is the value, (B, …), for each element that took part in a loop."""
     trajectory: dict[int, Tensor]
     """The chosen iterates, by their number of loops; those that no element reached are left out."""
+    trace: Tensor | None
+    """The residuals of all loops, (loops, B) or (loops, B, L), NaN where an element took no part."""
 
 
 def run_loops(
@@ -166,7 +169,7 @@ def run_loops(
     valid: Tensor | None = None,
     trajectory: Sequence[int] = (),
     agree: Agreement | None = None,
-    on_call: Callable[[Tensor, Tensor, Tensor | None], None] | None = None,
+    report: Callable[..., Solution] | None = None,
 ) -> Looped:
     """Apply ``f`` as often as ``loops`` says: first without gradients, then the last loops with them.
 
@@ -187,8 +190,7 @@ def run_loops(
             element that takes fewer loops has its last point there.
         agree: asked before each loop whether the part may end, where processes may have different numbers
             per row but must call ``f`` equally often; numbers for all rows must be equal on all processes.
-        on_call: called with each point, its value, and the elements (B,) or (B, L) bool that took part, on
-            the host; None: all.
+        report: measures each loop for the trace, as ``Search.report`` does; None: no trace.
 
     Raises:
         ValueError: the loops have another number of rows or tokens than ``z0``; or the processes may have
@@ -202,7 +204,7 @@ def run_loops(
             "process knows the numbers of the others; give one number for all rows, or let processes agree"
         )
     without, differentiated = (_merged(count, agree) for count in loops.split(last))
-    path = _Path(f, z0, valid, trajectory, on_call)
+    path = _Path(f, z0, valid, set(trajectory), report)
     # Another process may have loops of the first part where this one has none.
     if _maximum(without) or (isinstance(without, Tensor) and agree is not None):
         with torch.no_grad():
@@ -212,38 +214,39 @@ def run_loops(
             # These elements begin with their differentiated loops.
             path.z = path.before = _where(without > 0, path.z, z0)
     stepping = isinstance(f, SteppingMap) and torch.is_grad_enabled()
-    if stepping and isinstance(differentiated, int) and not trajectory and on_call is None:
+    if stepping and isinstance(differentiated, int) and not trajectory and report is None:
         path.steps(differentiated)
     else:
         path.run(differentiated, agree)
-    return Looped(path.z, path.before, path.iterates(trajectory))
+    return Looped(path.z, path.before, path.iterates(), torch.stack(path.residuals) if report else None)
 
 
+@dataclass
 class _Path:
     """The points of one run."""
 
-    def __init__(
-        self,
-        f: Map,
-        z0: Tensor,
-        valid: Tensor | None,
-        trajectory: Sequence[int],
-        on_call: Callable[[Tensor, Tensor, Tensor | None], None] | None,
-    ) -> None:
-        self.f, self.valid, self.on_call = f, valid, on_call
-        self.z = self.before = z0
-        self.chosen = set(trajectory)
+    f: Map
+    z: Tensor
+    valid: Tensor | None
+    chosen: set[int]
+    report: Callable[..., Solution] | None
+
+    def __post_init__(self) -> None:
+        self.before = self.z
         self.found: dict[int, Tensor] = {}
+        self.residuals: list[Tensor] = []
         self.taken: Count = 0  # loops of each element so far
 
     def run(self, count: Count, agree: Agreement | None) -> None:
         """Take ``count`` more loops."""
         for active in _loops(count, agree):
-            fz = self.f(self.z)
-            if self.valid is not None:
-                fz = _where(self.valid, fz, self.z)
-            if self.on_call is not None:
-                self.on_call(self.z, fz, active)
+            fz = self._kept(self.f(self.z))
+            if self.report is not None:
+                residual = self.report(self.z, fz, iterations=1).finest_residual
+                if active is not None:
+                    mask = active if active.ndim <= residual.ndim else active.any(1)
+                    residual = _where(mask, residual, torch.full_like(residual, torch.nan))
+                self.residuals.append(residual)
             if active is None:
                 self.before, self.z = self.z, fz
                 self.taken = self.taken + 1
@@ -275,12 +278,11 @@ class _Path:
             if bool(reached.any()):
                 self.found[t] = _where(reached, self.z, self.found.get(t, self.z))
 
-    def iterates(self, trajectory: Sequence[int]) -> dict[int, Tensor]:
+    def iterates(self) -> dict[int, Tensor]:
         """Return the chosen iterates, with the last point of elements that took fewer loops."""
-        found = {t: self.found[t] for t in sorted(set(trajectory)) if t in self.found}
-        if isinstance(self.taken, int):
+        taken, found = self.taken, dict(sorted(self.found.items()))
+        if isinstance(taken, int):
             return found
-        taken = self.taken
         return {t: _where(taken < t, self.z, value) for t, value in found.items()}
 
 

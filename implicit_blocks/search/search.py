@@ -101,13 +101,12 @@ class Search:
         self.trajectory = tuple(self.trajectory)
         for iterate in self.trajectory:
             require_count("an iterate of the trajectory", iterate)
-        if self.moving_average is not None:
-            require_share("moving_average", self.moving_average)
         if self.commit_prefix is not None:
             require_count("commit_prefix", self.commit_prefix)
-        if self.moving_average is not None and (
-            self.loops is not None or isinstance(self.solver, SearchingSolver)
-        ):
+        if self.moving_average is None:
+            return
+        require_share("moving_average", self.moving_average)
+        if self.loops is not None or isinstance(self.solver, SearchingSolver):
             what = type(self.solver).__name__ if self.loops is None else "a fixed number of loops"
             raise ValueError(
                 f"moving_average is {self.moving_average}, but {what} has no average; leave the option out"
@@ -116,16 +115,15 @@ class Search:
     def __call__(self, f: Map, z0: Tensor) -> Solution:
         """Search from ``z0`` (B, …), without gradients; at most ``max_iterations`` calls of ``f``."""
         self._check(z0)
-        if self.loops is not None:
-            with torch.no_grad():
-                return self._take_loops(f, z0.detach(), self.loops)
-        if isinstance(self.solver, SearchingSolver):
-            with torch.no_grad():
-                return self.solver.run(f, z0.detach(), self)
+        z0 = z0.detach()
         with torch.no_grad():
+            if self.loops is not None:
+                return self._take_loops(f, z0, self.loops)
+            if isinstance(self.solver, SearchingSolver):
+                return self.solver.run(f, z0, self)
             if isinstance(f, LowPrecisionMap) and f.begins_low:
-                return search_in_two_stages(self, f, z0.detach())
-            return self.loop(f, z0.detach()).run()
+                return search_in_two_stages(self, f, z0)
+            return self.loop(f, z0).run()
 
     def loop(self, f: Map, z0: Tensor) -> Loop:
         """Return the loop that searches from ``z0`` (B, …), to be run without gradients."""
@@ -148,18 +146,6 @@ class Search:
         )
 
     def _take_loops(self, f: Map, z0: Tensor, loops: LoopCounts) -> Solution:
-        residuals: list[Tensor] = []
-
-        def measure(z: Tensor, fz: Tensor, active: Tensor | None) -> None:
-            found = self.report(z, fz, iterations=1)
-            residual = found.residual if found.token_residual is None else found.token_residual
-            if active is not None:
-                active = active.to(residual.device)
-                mask = active if active.ndim <= residual.ndim else active.any(1)
-                mask = mask.view(*mask.shape, *[1] * (residual.ndim - mask.ndim))
-                residual = residual.masked_fill(~mask, torch.nan)
-            residuals.append(residual)
-
         looped = run_loops(
             f,
             z0,
@@ -167,14 +153,14 @@ class Search:
             valid=self.valid,
             trajectory=self.trajectory,
             agree=self.agree,
-            on_call=measure if self.trace else None,
+            report=self.report if self.trace else None,
         )
         found = self.report(looped.before, looped.z, iterations=loops.total)
         diverged = found.diverged.view(-1, *[1] * (z0.ndim - 1))
         return replace(
             found,
             z=torch.where(diverged, z0, looped.z),
-            trace=torch.stack(residuals) if self.trace else None,
+            trace=looped.trace,
             trajectory=looped.trajectory if self.trajectory else None,
         )
 

@@ -58,7 +58,8 @@ class WindowedSearch:
         self.solver: Solver = self.search.solver
         self.stopping: Stopping = self.search.stopping
         self.valid: Tensor | None = self.search.valid
-        self.agree, self.loops, self.trajectory = self.search.agree, self.search.loops, self.search.trajectory
+        self.agree, self.loops = self.search.agree, self.search.loops
+        self.trajectory, self.trace = self.search.trajectory, self.search.trace
 
     def __call__(self, f: Map, z0: Tensor) -> Solution:
         """Search from ``z0`` (B, L, …), without gradients.

@@ -254,6 +254,46 @@ def test_the_unrolled_gradient_refuses_iterates(model, ids):
         assert sorted(model(ids, trajectory=(1, 2)).trajectory) == [1, 2]
 
 
+TRACED = {
+    "all loops": ib.LastLoopsSpec(),
+    "last loop": ib.LastLoopsSpec(loops=1),
+    "unrolled": ib.UnrolledSpec(steps=4),
+    "checkpointing": ib.UnrolledSpec(steps=4, checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+@pytest.mark.parametrize("gradient", TRACED.values(), ids=TRACED)
+def test_training_traces_the_steps_of_gradients_without_a_search(model, ids, gradient, scope):
+    stopping = ib.Stopping(max_iterations=4, scope=scope)
+    model = reconfigured(model, gradient=gradient, stopping=stopping)
+    expected = model(ids, loops=4).solution
+    with torch.no_grad():
+        trace = model(ids, loops=4, trace=True).solution.trace
+    found = model(ids, trace=True).solution
+    assert expected.trace is None
+    assert trace.shape == (4, *ids.shape[: 2 if scope == "prefix" else 1])
+    torch.testing.assert_close(found.trace, trace)
+    torch.testing.assert_close(found.z, expected.z)
+    if isinstance(gradient, ib.LastLoopsSpec):  # the caller takes the last loop
+        kept = model(ids, loops=4, trace=True, return_state=True).solution
+        torch.testing.assert_close(kept.trace, trace)
+
+
+def test_a_trace_is_nan_where_a_sequence_takes_fewer_loops(model, ids):
+    model = reconfigured(model, gradient=ib.LastLoopsSpec(loops=2))
+    counts = ib.LoopCounts(torch.tensor([2, 3, 4]))
+    trace = model(ids, loops=counts, trace=True).solution.trace
+    assert trace.isnan().int().sum(0).tolist() == [2, 1, 0]  # of 4 calls
+
+
+@torch.no_grad()
+def test_the_trace_of_a_single_loop_that_commits_has_its_residual(model, ids):
+    expected = model(ids, loops=1, trace=True).solution.trace
+    found = model(ids, loops=1, trace=True, return_state=True).solution.trace
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("loops", [1, 2, 5])
 @torch.no_grad()
 def test_a_window_that_commits_reports_the_last_of_its_loops(model, ids, loops):
