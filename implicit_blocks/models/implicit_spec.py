@@ -317,19 +317,12 @@ def _check_exit(spec: ImplicitLMSpec) -> None:
             "at_evaluation.stopping.scope 'prefix'"
         )
         raise field_error(message, *place, value=at_evaluation.exit)
-    if spec.state_policy == "per_loop":
-        if leaves != "fixed":
-            message = (
-                f"one state per loop needs a fixed number of loops, and exit criterion {leaves!r} has none; "
-                "set at_evaluation.exit: {kind: fixed, loops: …}"
-            )
-            raise field_error(message, "state_policy", value="per_loop")
-        if at_evaluation.commit_prefix is not None:
-            message = (
-                "one state per loop cannot be committed before all loops have run; set "
-                "at_evaluation.commit_prefix: null"
-            )
-            raise field_error(message, "at_evaluation", "commit_prefix", value=at_evaluation.commit_prefix)
+    if spec.state_policy == "per_loop" and leaves != "fixed":
+        message = (
+            f"one state per loop needs a fixed number of loops, and exit criterion {leaves!r} has none; "
+            "set at_evaluation.exit: {kind: fixed, loops: …}"
+        )
+        raise field_error(message, "state_policy", value="per_loop")
     for name in ("window_length", "commit_prefix"):
         value = getattr(at_evaluation, name)
         if leaves == "fixed" and value is not None:

@@ -62,7 +62,7 @@ def solve_window(
     weights for the map to the head's input.
     """
     states = prepared.core
-    if model.core_loops > 1 and (commit or f.window.start):
+    if model.spec.state_policy == "per_loop" and (commit or f.window.start):
         _check_loops(model, plan)
         return _take_loops_with_states(model, f, start_BLC, states, plan=plan, commit=commit)
     loops = plan.loops

@@ -83,14 +83,28 @@ UNEQUAL_LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("loops", [1, 3])
 @pytest.mark.parametrize("changes", UNEQUAL_LOOPS.values(), ids=UNEQUAL_LOOPS)
-def test_training_commits_only_the_loops_of_the_kept_states(changes):
-    model, ids = built(**changes).train(), tokens()
+def test_training_commits_only_the_loops_of_the_kept_states(changes, loops):
+    model, ids = built(**changes, at_evaluation={"exit": {"kind": "fixed", "loops": loops}}).train(), tokens()
     assert model(ids).logits.shape == (3, 8, 11)  # nothing is committed
     for options in ({"return_state": True}, {"window_length": 3}):
-        with pytest.raises(ValueError, match=r"3 loops, .* loops .*depth 'fixed' of 3 loops.*'last_loops'"):
+        with pytest.raises(
+            ValueError, match=rf"{loops} loops, .* loops .*depth 'fixed' of {loops} loops.*'last_loops'"
+        ):
             model(ids, **options)
-    assert model(ids, loops=3, return_state=True).solution.iterations.tolist() == [3, 3, 3]
+    assert model(ids, loops=loops, return_state=True).solution.iterations.tolist() == [loops] * 3
+
+
+def test_the_states_of_a_single_loop_are_those_of_one_pass():
+    single = {"at_evaluation": {"exit": {"kind": "fixed", "loops": 1}}}
+    train = {"depth": {"kind": "fixed", "loops": 1}, "gradient": {"kind": "last_loops"}}
+    for model in (built(**single), built(**single, **train).train()):
+        ids = tokens()
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids, window_length=3).logits, model(ids).logits)
+            with pytest.raises(ValueError, match="takes loops 2"):
+                model(ids, window_length=3, loops=2)
 
 
 def test_the_status_of_one_state_per_loop_follows_the_options_of_the_call():
