@@ -312,8 +312,9 @@ def search_plan(
         ValueError: an option would have no effect in training.
 
     """
+    last_loops = model.training and isinstance(model.gradient, LastLoops)
     if model.training:
-        steps = torch.is_grad_enabled() and not model.gradient.searches
+        steps = last_loops or (torch.is_grad_enabled() and not model.gradient.searches)
         for name in ("exit", *(("damping", "moving_average") if steps else ())):
             if (given := getattr(search, name, None)) is not None:
                 raise ValueError(
@@ -322,7 +323,9 @@ def search_plan(
                 )
     solver, stopping = model.search_config(search)
     loops = loop_counts(model, batch_size, search)
-    looped = (search is not None and search.loops is not None) or isinstance(model.gradient, LastLoops)
+    if loops is None and last_loops:
+        loops = LoopCounts(stopping.max_iterations)
+    looped = (search is not None and search.loops is not None) or last_loops
     if loops is not None and model.training and torch.is_grad_enabled() and not looped:
         # The gradient estimator searches, with as many iterations as the depth has loops.
         stopping = stopping.model_copy(update={"tolerance": 0.0, "max_iterations": loops.maximum})

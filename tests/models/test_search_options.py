@@ -254,6 +254,21 @@ def test_the_unrolled_gradient_refuses_iterates(model, ids):
         assert sorted(model(ids, trajectory=(1, 2)).trajectory) == [1, 2]
 
 
+def test_last_loops_takes_the_same_loops_without_gradients(model, ids):
+    model = reconfigured(
+        model, gradient=ib.LastLoopsSpec(), stopping=ib.Stopping(max_iterations=4, tolerance=1)
+    )
+    expected = model(ids)
+    for options in ({}, {"return_state": True}, {"window_length": LENGTH}):
+        with torch.no_grad():
+            found = model(ids, **options)
+            assert model(ids, max_iterations=6).solution.iterations.tolist() == [6] * 3
+            with pytest.raises(ValueError, match=r"damping is 0\.7, which has no effect in training"):
+                model(ids, damping=0.7)
+        assert found.solution.iterations.tolist() == [4] * 3
+        torch.testing.assert_close(found.logits, expected.logits)
+
+
 TRACED = {
     "all loops": ib.LastLoopsSpec(),
     "last loop": ib.LastLoopsSpec(loops=1),
