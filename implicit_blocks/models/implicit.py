@@ -315,7 +315,8 @@ def search_plan(
     last_loops = model.training and isinstance(model.gradient, LastLoops)
     if model.training:
         steps = last_loops or (torch.is_grad_enabled() and not model.gradient.searches)
-        for name in ("exit", *(("damping", "moving_average") if steps else ())):
+        unused = "max_iterations" if model.spec.gradient.differentiates_solver else "damping"
+        for name in ("exit", *((unused, "moving_average") if steps else ())):
             if (given := getattr(search, name, None)) is not None:
                 raise ValueError(
                     f"{name} is {given}, which has no effect in training with gradient "

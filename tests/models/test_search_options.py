@@ -236,14 +236,23 @@ def test_a_depth_of_training_refuses_options_of_a_search(model, ids, option, gra
                 model(ids, **option)
 
 
-@pytest.mark.parametrize("gradient", [ib.LastLoopsSpec(), ib.UnrolledSpec(steps=3)], ids=["last", "unrolled"])
 @pytest.mark.parametrize(
-    "option", [{"damping": 0.7}, {"moving_average": 0.7}, {"exit": ib.FixedExitSpec(loops=1)}], ids=str
+    ("gradient", "option"),
+    [(ib.LastLoopsSpec(), {"damping": 0.7}), (ib.UnrolledSpec(steps=3), {"max_iterations": 5})],
+    ids=["last_loops", "unrolled"],
 )
-def test_training_without_a_search_refuses_options_of_a_search(model, ids, option, gradient):
+def test_training_without_a_search_refuses_options_of_a_search(model, ids, gradient, option):
     model = reconfigured(model, gradient=gradient)
-    with pytest.raises(ValueError, match="has no effect in training with gradient"):
-        model(ids, **option)
+    for refused in (option, {"moving_average": 0.7}, {"exit": ib.FixedExitSpec(loops=1)}):
+        with pytest.raises(ValueError, match="has no effect in training with gradient"):
+            model(ids, **refused)
+
+
+def test_the_unrolled_gradient_takes_the_damping_of_the_call(model, ids):
+    model = reconfigured(model, gradient=ib.UnrolledSpec(steps=3))
+    found = model(ids, damping=0.5)
+    model = reconfigured(model, solver=ib.PicardSpec(damping=0.5))
+    torch.testing.assert_close(found.logits, model(ids).logits)
 
 
 def test_the_unrolled_gradient_refuses_iterates(model, ids):
