@@ -139,6 +139,13 @@ class Solution:
         """The residual of each token, (B, L), where it is known; otherwise that of each row, (B,)."""
         return self.residual if self.token_residual is None else self.token_residual
 
+    def with_tolerance(self, tolerance: float) -> Self:
+        """Return the solution with what has converged by this tolerance, after a search that ignored it."""
+        if self.token_residual is None or self.token_diverged is None:
+            return replace(self, converged=(self.residual <= tolerance) & ~self.diverged)
+        worst = self.token_residual.masked_fill(self.token_diverged, torch.inf).cummax(1).values
+        return replace(self, converged=worst[:, -1] <= tolerance, token_converged=worst <= tolerance)
+
     def some_diverged(self) -> bool:
         """Whether some rows have diverged, but not all; copies one flag to the host."""
         some = self.diverged.any() & ~self.diverged.all()

@@ -323,7 +323,7 @@ def search_plan(
                     f"{model.spec.gradient.kind!r}; leave it out, or call model.eval() before"
                 )
     solver, stopping = model.search_config(search)
-    loops = loop_counts(model, batch_size, search)
+    loops, tolerance = loop_counts(model, batch_size, search), stopping.tolerance
     if loops is None and last_loops:
         loops = LoopCounts(stopping.max_iterations)
     looped = (search is not None and search.loops is not None) or last_loops
@@ -335,7 +335,7 @@ def search_plan(
     if model.training and model.objective is not None:
         most = stopping.max_iterations if loops is None else loops.maximum
         trajectory = tuple(sorted({*trajectory, *model.objective.iterates(most)}))
-    return SearchPlan(solver, stopping, search, loops, trajectory, trace)
+    return SearchPlan(solver, stopping, tolerance, search, loops, trajectory, trace)
 
 
 def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None = None) -> LoopCounts | None:

@@ -60,9 +60,7 @@ class StoppingOverrides(Spec):
         """Return the rule of evaluation, given that of training and the scope that null stands for."""
         return Stopping(
             tolerance=training.tolerance if self.tolerance is None else self.tolerance,
-            max_iterations=4 * training.max_iterations
-            if self.max_iterations is None
-            else self.max_iterations,
+            max_iterations=self.max_iterations or 4 * training.max_iterations,
             norm=self.norm or training.norm,
             scope=self.scope or scope,
         )
@@ -334,23 +332,18 @@ def _check_bidirectional(spec: ImplicitLMSpec) -> None:
     """Refuse windows, prefix scope and exits per token where a mixer sees later tokens."""
     if not spec.bidirectional:
         return
+    windows = "windows cannot be solved in order; use null"
+    prefix = "no prefix converges alone; choose scope 'sequence'"
     places = (
-        (("window_length",), spec.window_length),
-        (("at_evaluation", "window_length"), spec.at_evaluation.window_length),
-        (("at_evaluation", "commit_prefix"), spec.at_evaluation.commit_prefix),
+        (("window_length",), spec.window_length, windows),
+        (("at_evaluation", "window_length"), spec.at_evaluation.window_length, windows),
+        (("at_evaluation", "commit_prefix"), spec.at_evaluation.commit_prefix, windows),
+        (("stopping", "scope"), spec.stopping.scope, prefix),
+        (("at_evaluation", "stopping", "scope"), spec.evaluation_stopping.scope, prefix),
     )
-    for place, value in places:
-        if value is not None:
-            message = "a mixer sees later tokens, so that windows cannot be solved in order; use null"
-            raise field_error(message, *place, value=value)
-    scopes: tuple[tuple[tuple[str, ...], str], ...] = (
-        (("stopping", "scope"), spec.stopping.scope),
-        (("at_evaluation", "stopping", "scope"), spec.evaluation_stopping.scope),
-    )
-    for where, scope in scopes:
-        if scope == "prefix":
-            message = "a mixer sees later tokens, so that no prefix converges alone; choose scope 'sequence'"
-            raise field_error(message, *where, value=scope)
+    for place, value, reason in places:
+        if value not in (None, "sequence"):
+            raise field_error(f"a mixer sees later tokens, so that {reason}", *place, value=value)
     if spec.at_evaluation.exit.per_token:
         message = (
             "a mixer sees later tokens, so that no token leaves before the others; choose exit 'residual' or "

@@ -441,26 +441,15 @@ def read_out(model: ModelParts, encoded: Encoded, *, labels: Tensor | None, retu
     ``return_logits=False`` computes the loss in chunks of tokens, so that (B, L, V) is never allocated.
     """
     labels = None if labels is None else labels.long()
+    output = LMOutput(None, solution=encoded.solution, state=encoded.state, trajectory=encoded.iterates)
     if labels is not None and not return_logits and model.spec.logit_softcap is None:
         hidden = scaled(encoded.hidden_BLD.flatten(0, 1), model.spec.logit_scale)
         total, predictions = linear_cross_entropy(hidden, model.head_weight, labels.flatten())
-        return LMOutput(
-            logits=None,
-            loss=total / (labels != -100).sum().clamp(min=1),
-            solution=encoded.solution,
-            state=encoded.state,
-            predictions=predictions.view_as(labels),
-            trajectory=encoded.iterates,
-        )
+        loss = total / (labels != -100).sum().clamp(min=1)
+        return replace(output, loss=loss, predictions=predictions.view_as(labels))
     logits = model.predict(encoded.hidden_BLD)
-    return LMOutput(
-        logits=logits if return_logits else None,
-        loss=None if labels is None else _loss(logits, labels),
-        solution=encoded.solution,
-        state=encoded.state,
-        predictions=None if return_logits else logits.argmax(-1),
-        trajectory=encoded.iterates,
-    )
+    output = replace(output, loss=None if labels is None else _loss(logits, labels))
+    return replace(output, logits=logits) if return_logits else replace(output, predictions=logits.argmax(-1))
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

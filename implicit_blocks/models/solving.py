@@ -36,6 +36,8 @@ class SearchPlan(NamedTuple):
 
     solver: Solver
     stopping: Stopping
+    tolerance: float
+    """The largest residual reported as converged; that of ``stopping`` is 0 where a depth ends the search."""
     search: SearchOptions | None
     """The options of the call."""
     loops: LoopCounts | None
@@ -96,7 +98,7 @@ def _solve(
 
     With ``final_call`` the caller makes the last of a fixed number of loops.
     """
-    solver, stopping, search, loops, trajectory, trace = plan
+    solver, stopping, tolerance, search, loops, trajectory, trace = plan
     captured = f.stack.graphs is not None and not (model.bidirectional or torch.is_grad_enabled())
     searched = f.without_padding() if captured and f.window.trailing else f
     at_evaluation = model.spec.at_evaluation
@@ -114,7 +116,7 @@ def _solve(
         loops = loops.one_less(gradient.loops) if final_call else loops
         looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
         return gradient(f, start_BLC, looped) if torch.is_grad_enabled() else looped(searched, start_BLC)
-    return solve_fixed_point(
+    solution = solve_fixed_point(
         searched,
         start_BLC,
         solver=solver,
@@ -126,6 +128,7 @@ def _solve(
         exit=exit,
         **options,
     )
+    return solution if tolerance == stopping.tolerance else solution.with_tolerance(tolerance)
 
 
 def _gradient_of_loops(model: ImplicitLM) -> LastLoops:

@@ -56,6 +56,7 @@ class SearchOptions:
     ``loops`` takes a fixed number of undamped calls of the map, instead of searching to a tolerance: n, or
     (n, k) with the last k of them differentiated, or counts for each row (``LoopCounts``). Calls refuse
     ``damping``, ``max_iterations`` and ``moving_average`` with a fixed number of loops, the spec's included.
+    ``tolerance`` then only decides what is reported as converged.
 
     ``start`` (B, L, D) replaces the spec's start, D being the core's width.
 

@@ -278,6 +278,35 @@ def test_last_loops_takes_the_same_loops_without_gradients(model, ids):
         torch.testing.assert_close(found.logits, expected.logits)
 
 
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+@pytest.mark.parametrize("gradient", [ib.PhantomSpec(), ib.OneStepAdjointSpec()], ids=["phantom", "adjoint"])
+def test_a_depth_reports_what_has_converged_by_the_tolerance(model, ids, gradient, scope):
+    stopping, depth = ib.Stopping(tolerance=0.0, scope=scope), ib.FixedDepthSpec(loops=6)
+    model = reconfigured(model, gradient=gradient, stopping=stopping, depth=depth)
+    expected = model(ids).solution
+    middle = expected.residual.median().item()
+    for tolerance in (0.0, middle, 1.0):
+        found = model(ids, tolerance=tolerance).solution
+        assert found.iterations.tolist() == [6] * 3
+        torch.testing.assert_close(found.z, expected.z)
+        assert torch.equal(found.converged, expected.residual <= tolerance)
+        if scope == "prefix":
+            assert torch.equal(found.token_converged, expected.token_residual.cummax(1).values <= tolerance)
+        again = reconfigured(model, stopping=stopping.model_copy(update={"tolerance": tolerance}))
+        assert torch.equal(again(ids).solution.converged, found.converged)
+    assert 0 < (expected.residual <= middle).sum() < 3
+
+
+def test_nothing_converges_at_or_after_a_token_that_diverged():
+    search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(scope="prefix"))
+    z = torch.ones(2, 3, 4)
+    fz = z.clone()
+    fz[0, 1] = torch.nan
+    found = search.report(z, fz, iterations=1).with_tolerance(0.1)
+    assert found.token_converged.tolist() == [[True, False, False], [True] * 3]
+    assert found.converged.tolist() == [False, True]
+
+
 TRACED = {
     "all loops": ib.LastLoopsSpec(),
     "last loop": ib.LastLoopsSpec(loops=1),
