@@ -280,6 +280,11 @@ def _bound_criterion(
     from implicit_blocks.exits.exit import Readout
 
     criterion: Exit = build(spec)
+    if search is not None and search.tolerance is not None and criterion.threshold is not None:
+        raise ValueError(
+            f"tolerance is {search.tolerance}, but exit criterion {spec.kind!r} has a threshold of its own; "
+            "leave tolerance out, or give exit with another threshold, as in KLExitSpec(tolerance=1e-3)"
+        )
     return criterion.bind(Readout(predict=predict, gate=model.exit_gate))
 
 

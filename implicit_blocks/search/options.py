@@ -62,7 +62,8 @@ class SearchOptions:
 
     ``trajectory`` has the numbers of calls, from 1, after which the point is kept (``Solution.trajectory``).
 
-    ``exit`` is the exit criterion of evaluation, such as ``KLExitSpec(tolerance=1e-3)``.
+    ``exit`` is the exit criterion of evaluation, such as ``KLExitSpec(tolerance=1e-3)``. Calls refuse
+    ``tolerance`` with a criterion that has a threshold of its own.
 
     Raises:
         ValueError: for α outside (0, 1], fewer than one loop, more differentiated loops than loops, a start

@@ -307,6 +307,25 @@ def test_nothing_converges_at_or_after_a_token_that_diverged():
     assert found.converged.tolist() == [False, True]
 
 
+@pytest.mark.parametrize("exit", [ib.KLExitSpec(), ib.SecondDifferenceExitSpec()], ids=["kl", "difference"])
+@torch.no_grad()
+def test_exit_criteria_with_a_threshold_refuse_a_tolerance(model, ids, exit):
+    refusal = f"tolerance is 0.01, but exit criterion '{exit.kind}' has a threshold of its own"
+    calls = (
+        lambda **options: model(ids, **options),
+        lambda **options: ib.generate(model, ids, max_new_tokens=2, **options),
+        lambda **options: ib.decoding.ContinuousDecoder(model, max_batch_size=1, max_seq_len=9, **options),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=refusal):
+            call(exit=exit, tolerance=0.01)
+        call(exit=ib.ResidualExitSpec(), tolerance=0.01)
+    model = reconfigured(model, at_evaluation=ib.AtEvaluation(exit=exit)).eval()
+    model(ids)
+    with pytest.raises(ValueError, match=refusal):
+        model(ids, tolerance=0.01)
+
+
 TRACED = {
     "all loops": ib.LastLoopsSpec(),
     "last loop": ib.LastLoopsSpec(loops=1),
