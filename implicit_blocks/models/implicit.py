@@ -309,19 +309,18 @@ def search_plan(
     """Return how a call of a model searches; draws the number of loops where it is random.
 
     Raises:
-        ValueError: an option would have no effect in training.
+        ValueError: an option would have no effect in training, or drop the penalty of the gradient.
 
     """
     last_loops = model.training and isinstance(model.gradient, LastLoops)
     if model.training:
         steps = last_loops or (torch.is_grad_enabled() and not model.gradient.searches)
         unused = "max_iterations" if model.spec.gradient.differentiates_solver else "damping"
-        for name in ("exit", *((unused, "moving_average") if steps else ())):
-            if (given := getattr(search, name, None)) is not None:
-                raise ValueError(
-                    f"{name} is {given}, which has no effect in training with gradient "
-                    f"{model.spec.gradient.kind!r}; leave it out, or call model.eval() before"
-                )
+        names = ("exit", unused, "moving_average") if steps else ("exit",)
+        training = f"in training with gradient {model.spec.gradient.kind!r}; leave it out"
+        _refuse(search, names, f"which has no effect {training}, or call model.eval() before")
+        if model.spec.gradient.kind == "jacobian_penalty" and torch.is_grad_enabled():
+            _refuse(search, ("loops",), f"which drops the penalty {training}, or set the depth of the spec")
     solver, stopping = model.search_config(search)
     loops, tolerance = loop_counts(model, batch_size, search), stopping.tolerance
     if loops is None and last_loops:
@@ -353,10 +352,16 @@ def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None
         asked = criterion.loops if isinstance(criterion, FixedExitSpec) else None
     if asked is None:
         return None
-    for name in ("damping", "max_iterations", "moving_average"):
-        if (given := getattr(search, name, None)) is not None:
-            raise ValueError(f"{name} is {given}, but a fixed number of loops is no search; leave it out")
+    names = ("damping", "max_iterations", "moving_average")
+    _refuse(search, names, "but a fixed number of loops is no search; leave it out")
     return LoopCounts.of(asked)
+
+
+def _refuse(search: SearchOptions | None, names: tuple[str, ...], reason: str) -> None:
+    """Raise ValueError where a call gives one of these options."""
+    for name in names:
+        if (given := getattr(search, name, None)) is not None:
+            raise ValueError(f"{name} is {given}, {reason}")
 
 
 def _with_share(solution: Solution, inputs: Inputs, window: Inputs) -> Solution:

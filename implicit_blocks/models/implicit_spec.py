@@ -321,9 +321,8 @@ def _check_exit(spec: ImplicitLMSpec) -> None:
             "set at_evaluation.exit: {kind: fixed, loops: …}"
         )
         raise field_error(message, "state_policy", value="per_loop")
-    for name in ("window_length", "commit_prefix"):
-        value = getattr(at_evaluation, name)
-        if leaves == "fixed" and value is not None:
+    for name in ("window_length", "commit_prefix") if leaves == "fixed" else ():
+        if (value := getattr(at_evaluation, name)) is not None:
             message = f"with a fixed number of loops there is no search; set at_evaluation.{name}: null"
             raise field_error(message, "at_evaluation", name, value=value)
 

@@ -248,6 +248,18 @@ def test_training_without_a_search_refuses_options_of_a_search(model, ids, gradi
             model(ids, **refused)
 
 
+def test_a_call_with_loops_does_not_drop_the_penalty_of_the_jacobian(model, ids):
+    model = reconfigured(model, gradient=ib.JacobianPenaltySpec())
+    with pytest.raises(ValueError, match=r"loops is 3, which drops the penalty .*'jacobian_penalty'.*depth"):
+        model(ids, loops=3)
+    with torch.no_grad():
+        assert model(ids, loops=3).solution.iterations.tolist() == [3] * 3
+    model = reconfigured(model, depth=ib.FixedDepthSpec(loops=3))
+    found = model(ids).solution
+    assert found.iterations.tolist() == [3] * 3
+    assert (found.penalty > 0).all()
+
+
 def test_the_unrolled_gradient_takes_the_damping_of_the_call(model, ids):
     model = reconfigured(model, gradient=ib.UnrolledSpec(steps=3))
     found = model(ids, damping=0.5)
