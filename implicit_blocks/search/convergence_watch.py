@@ -63,8 +63,8 @@ def search_watch() -> ConvergenceWatch:
     """Return a watch of searches."""
     return ConvergenceWatch(
         "searches",
-        "the model is trained at points that are not fixed points: raise stopping.max_iterations or "
-        "stopping.tolerance, lower the solver's damping, or choose another solver",
+        "the model is trained at points that are not fixed points: raise stopping.max_iterations (with a "
+        "depth its loops) or stopping.tolerance, lower the solver's damping, or choose another solver",
     )
 
 
