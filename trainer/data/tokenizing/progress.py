@@ -23,7 +23,7 @@ class TokenizationProgress:
         self._stream = stream
         self._began = time.perf_counter()
         self._first: tuple[float, float, int] | None = None
-        self._last_share = 0.0
+        self._last = 0.0, 0
         self._last_line = self._began
         self._bar, self._task = _bar(stream)
 
@@ -48,10 +48,10 @@ class TokenizationProgress:
     def report(self, share: float, documents: int, tokens: int) -> None:
         """Update the progress."""
         now = time.perf_counter()
-        if self._first is None or share < self._last_share:
-            # Exclude resumed shards and tokenizer training from the throughput.
+        if self._first is None or share < self._last[0] or tokens < self._last[1]:
+            # Exclude resumed shards, tokenizer training and earlier splits from the throughput.
             self._first = now, share, tokens
-        self._last_share = share
+        self._last = share, tokens
         began, before, tokens_before = self._first
         left = (now - began) / (share - before) * (1 - share) if share > before else None
         rate = (tokens - tokens_before) / (now - began) if now > began else 0.0
