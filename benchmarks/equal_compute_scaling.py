@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from equal_compute_lines import Line, line_of_differences, line_of_losses
 from equal_compute_seeds import by_recipe, difference_of_runs, mean_perplexity
 
 from trainer.experiments.equal_compute.compare import MARGIN
-from trainer.experiments.equal_compute.scaling import Line, line_of_differences, line_of_losses
 
 SIDES = ("explicit", "implicit")
 LARGER = (130e6, 1.3e9)

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from trainer.experiments.equal_compute.recipes import Recipe
-from trainer.experiments.equal_compute.scaling import Line, line_of_differences, line_of_losses
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+LINES = runpy.run_path(str(BENCHMARKS / "equal_compute_lines.py"))
+Line, line_of_differences, line_of_losses = (
+    LINES[name] for name in ("Line", "line_of_differences", "line_of_losses")
+)
 
 
 def test_a_line_of_exact_values_has_no_uncertainty():
@@ -59,9 +64,8 @@ def test_differences_are_those_of_seeds_that_both_sides_have():
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return benchmarks/equal_compute_scaling.py."""
-    benchmarks = Path(__file__).resolve().parents[3] / "benchmarks"
-    monkeypatch.syspath_prepend(str(benchmarks))
-    return runpy.run_path(str(benchmarks / "equal_compute_scaling.py"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return runpy.run_path(str(BENCHMARKS / "equal_compute_scaling.py"))
 
 
 def run(size: float, seed: int, *, loops: int, perplexity: float, flops: float = 1e15) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Sizes are compared with text and FLOPs in proportion, so that a line in the logarithm of the parameters is the
 simplest description. It is fitted to single runs by least squares; intervals are those of the fitted mean,
-with Student's t. They say nothing about sizes at which the line may not hold. Imports no torch.
+with Student's t. They say nothing about sizes at which the line may not hold.
 """
 
 from __future__ import annotations
