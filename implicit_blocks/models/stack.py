@@ -22,6 +22,7 @@ from implicit_blocks.models.specs import NormPlacement
 from implicit_blocks.models.specs import Stack as StackLayout
 from implicit_blocks.registry import build
 from implicit_blocks.registry.contracts import require
+from implicit_blocks.scalings.scaling import BranchFactor
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.quantized import QuantizedWeights
 from implicit_blocks.windows import Window
@@ -90,9 +91,10 @@ class Block(nn.Module):
         self.mixer_scaling, self.mlp_scaling = scalings
 
     @property
-    def plain(self) -> bool:
-        """Whether the layer has pre-norms and plain sums."""
-        return self.norm_placement == "pre" and self.mixer_scaling is None and self.mlp_scaling is None
+    def scales_branches(self) -> bool:
+        """Whether the layer has pre-norms and adds its branches to the stream, with a factor or without."""
+        scalings = (self.mixer_scaling, self.mlp_scaling)
+        return self.norm_placement == "pre" and all(isinstance(one, BranchFactor | None) for one in scalings)
 
     def forward(self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext) -> Stream:
         """Return the residual stream after the layer."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from implicit_blocks.scalings import BoundedGateSpec, DeepNormSpec, LayerScaleSpec
 from implicit_blocks.specs import ScalingSpec
 
-__all__ = ["BoundedGate", "DeepNorm", "LayerScale", "PlainSum", "Scaling"]
+__all__ = ["BoundedGate", "BranchFactor", "DeepNorm", "LayerScale", "PlainSum", "Scaling"]
 
 
 class Scaling(nn.Module, ABC):
@@ -50,7 +50,20 @@ class PlainSum(Scaling):
         return stream_BLD + branch_BLD
 
 
-class LayerScale(Scaling):
+class BranchFactor(Scaling):
+    """Base of ``stream + γ branch``, whose factor kernels of decoding multiply into the branch's weights."""
+
+    @property
+    @abstractmethod
+    def factor(self) -> Tensor:
+        """The factor γ of each channel, (D,)."""
+
+    def forward(self, stream_BLD: Tensor, branch_BLD: Tensor) -> Tensor:
+        """Return the stream after the scaled branch, (B, L, D)."""
+        return stream_BLD + self.factor * branch_BLD
+
+
+class LayerScale(BranchFactor):
     """``stream + γ branch`` with the parameter ``gamma`` (D,): H. Touvron et al., CaiT, 2021, eq. 2."""
 
     spec: LayerScaleSpec
@@ -64,12 +77,13 @@ class LayerScale(Scaling):
         """Set γ to ``init``."""
         nn.init.constant_(self.gamma, self.spec.init)
 
-    def forward(self, stream_BLD: Tensor, branch_BLD: Tensor) -> Tensor:
-        """Return the stream after the scaled branch, (B, L, D)."""
-        return stream_BLD + self.gamma * branch_BLD
+    @property
+    def factor(self) -> Tensor:
+        """The parameter γ, (D,)."""
+        return self.gamma
 
 
-class BoundedGate(Scaling):
+class BoundedGate(BranchFactor):
     """``stream + γ branch``, ``γ = maximum · σ(raw_gamma)``, with the parameter ``raw_gamma`` (D,).
 
     Attractor, 2026 (arXiv 2605.12466): the bound limits how far the branches of the core can expand. Its
@@ -88,9 +102,10 @@ class BoundedGate(Scaling):
         init, maximum = self.spec.init, self.spec.maximum
         nn.init.constant_(self.raw_gamma, math.log(init) - math.log(maximum - init))
 
-    def forward(self, stream_BLD: Tensor, branch_BLD: Tensor) -> Tensor:
-        """Return the stream after the gated branch, (B, L, D)."""
-        return stream_BLD + self.spec.maximum * self.raw_gamma.sigmoid() * branch_BLD
+    @property
+    def factor(self) -> Tensor:
+        """The gate, (D,)."""
+        return self.spec.maximum * self.raw_gamma.sigmoid()
 
 
 class DeepNorm(Scaling):

@@ -39,6 +39,16 @@ MODELS = {
         "logit_scale": 2.0,
         **ENDS,
     },
+    "gates": {
+        "injection": {"kind": "residual"},
+        "residual_scaling": {"kind": "bounded_gate", "maximum": 0.75, "init": 0.5},
+        **ENDS,
+    },
+    "factors": {
+        "injection": {"kind": "residual"},
+        "residual_scaling": {"kind": "layer_scale", "init": 0.25},
+        **ENDS,
+    },
     "fixed loops": {
         "injection": {"kind": "residual"},
         "at_evaluation": ib.AtEvaluation(exit=ib.exits.FixedExitSpec(loops=3)),
@@ -76,7 +86,7 @@ def built(mixer, model):
     with torch.no_grad():
         found.embedding.weight.mul_(20)
         for name, weight in found.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight", "gamma")):
                 weight.uniform_(0.5, 1.5)
     return found
 

@@ -7,6 +7,8 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks import registry
+from implicit_blocks.decoding.slots.fused_layers import Matrix
+from implicit_blocks.ops.quantization import eight_bits
 from implicit_blocks.specs import Spec, SpecError
 from implicit_blocks.testing import SCALING_CONTRACTS
 
@@ -78,6 +80,26 @@ def test_the_parameters_are_vectors_with_the_documented_names(name, parameters):
     assert list(found) == parameters
     assert all(parameter.shape == (4,) for parameter in found.values())
     assert SCALINGS[name].parameter_count(4) == 4 * len(parameters)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("name", SCALINGS)
+def test_factors_of_a_branch_may_be_part_of_the_weights_that_compute_it(name, dtype):
+    """The kernels of decoding compute branches so; weights in 8 bits have the factors in their scales."""
+    scaling = built(SCALINGS[name])
+    weight, bias, x = torch.linspace(-1, 2, 12).view(4, 3), torch.linspace(0, 1, 4), BRANCH[..., :3]
+    for parameter in scaling.parameters():
+        parameter.data = torch.linspace(-1, 1, 4)
+    codes, scales = (weight, None) if dtype is None else eight_bits(weight, dtype)
+    plain = Matrix(codes, bias, scales)
+    matrix = plain.scaled(scaling)
+    if name not in ("layer-scale", "bounded-gate"):
+        assert matrix is plain
+        return
+    wide = matrix.weight if matrix.scales is None else matrix.weight * matrix.scales[:, None]
+    expected = scaling(STREAM, torch.nn.functional.linear(x, weight, bias))
+    found = STREAM + torch.nn.functional.linear(x, wide, matrix.bias)
+    torch.testing.assert_close(found, expected, atol=1e-6 if dtype is None else 0.1, rtol=1e-6)
 
 
 def test_only_the_scaling_none_is_declared_plain():

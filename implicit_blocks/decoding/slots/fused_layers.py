@@ -19,6 +19,7 @@ from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.mixers.mamba2.state import Mamba2Slots
 from implicit_blocks.models.stack import Block
 from implicit_blocks.ops.quantization import eight_bits
+from implicit_blocks.scalings.scaling import BranchFactor
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs
@@ -49,6 +50,16 @@ class Matrix:
         """Return the product, without scales."""
         return nn.functional.linear(x, self.weight, self.bias)
 
+    def scaled(self, scaling: nn.Module | None) -> Matrix:
+        """Return the map whose outputs have the factors of a residual scaling."""
+        if not isinstance(scaling, BranchFactor):
+            return self
+        factor = scaling.factor.detach()
+        bias = None if self.bias is None else (factor * self.bias).to(self.bias.dtype)
+        if self.scales is not None:
+            return Matrix(self.weight, bias, factor * self.scales)
+        return Matrix((factor[:, None] * self.weight).to(self.weight.dtype), bias)
+
 
 class FusedLayer:
     """A residual block on the stream and the branch that is not added yet."""
@@ -61,10 +72,13 @@ class FusedLayer:
         *,
         quantized: torch.dtype | None = None,
     ) -> None:
-        assert block.mixer_norm is not None  # the layer is plain
+        assert block.mixer_norm is not None  # the layer has pre-norms
         self.norm, self.mixer = block.mixer_norm, mixer
-        self.mlp = None if block.mlp is None else FusedSwiGLU(block.mlp, gate_up, quantized=quantized)
-        self.mlp_norm = block.mlp_norm
+        mixer.out_proj = mixer.out_proj.scaled(block.mixer_scaling)
+        self.mlp, self.mlp_norm = None, block.mlp_norm
+        if block.mlp is not None:
+            self.mlp = FusedSwiGLU(block.mlp, gate_up, quantized=quantized)
+            self.mlp.out = self.mlp.out.scaled(block.mlp_scaling)
 
     def __call__(self, z: Tensor, branch: Branch | None, step: FusedStep) -> tuple[Tensor, Branch | None]:
         """Return stream and branch after the block."""

@@ -81,7 +81,7 @@ def _obstacle(model: LanguageModel, name: str, stack: Stack, states: Sequence[Sl
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(stack.blocks(), states, strict=True):
         mlp_fits = block.mlp is None or (type(block.mlp) is SwiGLU and _plain_linears(block.mlp))
-        if type(block) is not Block or not block.plain or not mlp_fits:
+        if type(block) is not Block or not block.scales_branches or not mlp_fits:
             return f"its layers are not plain: {type(block).__name__} with {type(block.mlp).__name__}"
         mixer = block.mixer
         if type(mixer) is Mamba2 and type(state) is Mamba2Slots:
