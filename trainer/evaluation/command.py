@@ -59,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
         help="a run directory, one of its checkpoints, a safetensors file, or a pretrained folder",
     )
     add("--spec", metavar="FILE", help="a YAML file or a zoo name (default: the run's own)")
+    add("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
     add("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a directory with one, or bytes")
     add("--data", type=Path, default=Path("data"), metavar="DIR", help="directory of the task files (data)")
     add(
@@ -212,13 +213,24 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     from trainer.evaluation.eval_model import find_eval_model
     from trainer.evaluation.token_sets import token_sets
 
-    eval_model = find_eval_model(options.checkpoint, spec=options.spec)
+    eval_model = find_eval_model(options.checkpoint, spec=options.spec, overrides=options.overrides)
     limits = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
     if not eval_model.implicit and any(value is not None for value in limits.values()):
         option_name = next(
             f"--{name.replace('_', '-')}" for name, value in limits.items() if value is not None
         )
         raise ValueError(f"{eval_model.name} does not search for fixed points; omit {option_name}")
+    for name, exits in (("tolerance", ("residual", "fixed")), ("mean_iterations", ("residual",))):
+        if limits[name] is not None and eval_model.exit not in exits:
+            raise ValueError(
+                f"{eval_model.name} ends its search by exit {eval_model.exit!r}, not at a tolerance; omit "
+                f"--{name.replace('_', '-')}, or set model.at_evaluation.exit.kind=residual"
+            )
+    if options.self_iterations and getattr(eval_model.spec, "state_policy", None) == "per_loop":
+        raise ValueError(
+            f"{eval_model.name} keeps one state per loop; omit --self-iterations, and set "
+            "model.at_evaluation.exit.loops=N for another number of loops"
+        )
     if options.mean_iterations is not None:
         first = FIRST if options.tolerance is None else options.tolerance
         IterationBudget(options.mean_iterations, tolerance=first)
@@ -286,6 +298,7 @@ def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
     found: list[Scores] = []
     lengths: list[EvaluationResult] = []
     settings = {name: getattr(options, name) for name in _SETTINGS}
+    settings["overrides"] = list(options.overrides)
     settings["tokens"] = None if job.tokens is None else str(job.tokens)
     settings["documents"] = None if job.tokens is None else job.eval_model.documents
 
@@ -389,6 +402,7 @@ def _evaluate_all(
             lm,
             job.tasks,
             budgets=budgets,
+            limit_name=job.eval_model.limit,
             search=search,
             limit=options.limit,
             announce=_log,
@@ -404,7 +418,7 @@ def _evaluate_all(
             precision=options.precision,
             batch_size=options.batch_size,
             last_tokens=1,
-            search=search if budget is None else {**search, "max_iterations": budget},
+            search=search if budget is None else {**search, job.eval_model.limit: budget},
             mean_iterations=options.mean_iterations,
             announce=_log,
             ranks=job.ranks,

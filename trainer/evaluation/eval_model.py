@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,19 +50,30 @@ class EvalModel:
         return hasattr(self.spec, "at_evaluation")
 
     @property
+    def exit(self) -> str | None:
+        """The kind of the exit criterion, if it is implicit."""
+        return self.spec.at_evaluation.exit.kind if self.implicit else None
+
+    @property
+    def limit(self) -> str:
+        """The search option that limits its iterations."""
+        return "loops" if self.exit == "fixed" else "max_iterations"
+
+    @property
     def rows(self) -> int | None:
         """Size of the vocabulary including padding, or None if the spec does not determine it."""
         rows = getattr(self.spec, "padded_vocab_size", None) or getattr(self.spec, "vocab_size", None)
         return None if rows is None else int(rows)
 
 
-def find_eval_model(checkpoint: Path, *, spec: str | None = None) -> EvalModel:
+def find_eval_model(checkpoint: Path, *, spec: str | None = None, overrides: Sequence[str] = ()) -> EvalModel:
     """Find the model to evaluate, without reading its weights.
 
     Args:
         checkpoint: a run directory (its newest valid checkpoint), a checkpoint of the trainer, a safetensors
             file, or a pretrained folder of transformers.
         spec: a zoo name or a YAML file; None: the run's own, or that of the folder.
+        overrides: changes of the spec, such as ``"model.at_evaluation.exit.loops=8"``.
 
     Raises:
         ValueError: the path is none of these, has no spec, or (a pretrained folder) has weights that do not
@@ -72,14 +83,14 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None) -> EvalModel:
     if not checkpoint.exists():
         raise ValueError(f"{checkpoint} does not exist; give a run, a checkpoint, or a pretrained folder")
     if (checkpoint / CONFIG).is_file():
-        if spec is not None:
-            raise ValueError(f"{checkpoint} contains its own config; omit --spec")
+        if spec is not None or overrides:
+            raise ValueError(f"{checkpoint} contains its own config; omit --spec and path=value")
         return _of_transformers(checkpoint)
     weights, run, notes = _weights(checkpoint)
     if spec is not None:
-        name, loaded = spec_name(spec), load_spec(spec)
+        name, loaded = spec_name(spec), load_spec(spec, overrides)
     elif run is not None:
-        name, loaded = run.run_name(), load_spec(run.spec_path)
+        name, loaded = run.run_name(), load_spec(run.spec_path, overrides)
     else:
         raise ValueError(f"{checkpoint} has no spec; set --spec")
     length = getattr(getattr(loaded, "data", None), "seq_len", DEFAULT_LENGTH)

@@ -147,8 +147,7 @@ def evaluate(
                         labels=batch.labels,
                         return_logits=False,
                         window_length=window_length,
-                        **(search or {}),
-                        **({} if budget is None else {"tolerance": budget.tolerance}),
+                        **{**(search or {}), **({} if budget is None else {"tolerance": budget.tolerance})},
                         **batch.context(),
                     )
                 if budget is not None:

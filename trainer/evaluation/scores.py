@@ -111,6 +111,7 @@ def run_tasks(
     tasks: Sequence[EvalTask],
     *,
     budgets: Sequence[int | None] = (None,),
+    limit_name: str = "max_iterations",
     search: Mapping[str, float] | None = None,
     limit: int | None = None,
     announce: Callable[[str], None] = lambda text: None,
@@ -124,6 +125,7 @@ def run_tasks(
         lm: the model.
         tasks: the tasks.
         budgets: maximum numbers of iterations; None: as in the model's spec.
+        limit_name: the search option that sets them; ``"loops"`` for a model with a fixed number.
         search: further search options, such as the tolerance.
         limit: only the first items of each task.
         announce: called with a message before and after each task.
@@ -134,7 +136,7 @@ def run_tasks(
     """
     found = [] if found is None else found
     for budget in budgets:
-        search_options = {**(search or {}), **({} if budget is None else {"max_iterations": budget})}
+        search_options = {**(search or {}), **({} if budget is None else {limit_name: budget})}
         scores: list[TaskScore] = []
         for task in tasks:
             announce(_label(task.name, budget))

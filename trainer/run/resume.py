@@ -104,8 +104,8 @@ def resume(
     if finished and (useless := [change for change in changes if not _matters_after_training(change)]):
         raise RunFolderError(
             f"the run in {folder.path} is finished, so these changes would train nothing: "
-            f"{'; '.join(useless)}; raise training.max_steps to train on, evaluate it by "
-            "python -m trainer.evaluate, or start anew in another folder"
+            f"{'; '.join(useless)}; raise training.max_steps to train on, evaluate it with "
+            "other options by python -m trainer.evaluate path.to.key=value, or start anew in another folder"
         )
 
     def tidy() -> None:

@@ -1,0 +1,82 @@
+"""``python -m trainer.evaluate`` of models whose search does not end at a tolerance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.evaluation.command import main
+
+
+def evaluate(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+def test_models_with_a_fixed_number_of_loops_are_evaluated_with_others(run_folder, tmp_path, loops):
+    """By --self-iterations or by an override of the spec, with the same result."""
+    spec = "model.at_evaluation.exit={kind: fixed, loops: %d}"
+    common = ["--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 2,
+              "--lengths", 16, "--device", "cpu"]  # fmt: skip
+    assert evaluate(spec % loops, *common, "--output", tmp_path / "override") == 0
+    assert evaluate(spec % 2, *common, "--self-iterations", loops, "--output", tmp_path / "option") == 0
+    (one,), (other,) = (results(tmp_path / name)["lengths"] for name in ("override", "option"))
+    assert one["iterations_max"] == other["iterations_max"] == loops
+    assert one["perplexity"] == other["perplexity"]
+    assert results(tmp_path / "override")["settings"]["overrides"] == [spec % loops]
+
+
+@pytest.mark.parametrize(
+    ("exit", "option", "message"),
+    [
+        (
+            "fixed, loops: 2",
+            ["--mean-iterations", 2],
+            "by exit 'fixed', not at a tolerance; omit --mean-iterat",
+        ),
+        (
+            "kl",
+            ["--mean-iterations", 2],
+            "ends its search by exit 'kl', not at a tolerance; omit --mean-iterat",
+        ),
+        (
+            "kl",
+            ["--tolerance", 0.1],
+            "ends its search by exit 'kl', not at a tolerance; omit --tolerance, or",
+        ),
+    ],
+    ids=["mean of fixed", "mean of kl", "tolerance of kl"],
+)
+def test_tolerances_are_refused_where_another_exit_ends_the_search(
+    run_folder, tmp_path, refused, exit, option, message
+):
+    changed = f"model.at_evaluation.exit={{kind: {exit}}}"
+    common = ["--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin"]
+    assert message in refused(changed, *common, *option)
+
+
+def test_the_first_tolerance_of_a_mean_number_of_iterations_may_be_given(run_folder, tmp_path):
+    code = evaluate(
+        "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 2,
+        "--lengths", 16, "--mean-iterations", 2, "--tolerance", 1e-3, "--output", tmp_path / "out",
+        "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+
+
+def test_models_with_one_state_per_loop_have_no_self_iterations(run_folder, tmp_path, refused):
+    per_loop = ["model.at_evaluation.exit={kind: fixed, loops: 2}", "model.state_policy=per_loop",
+                "model.depth={kind: fixed, loops: 2}", "model.gradient={kind: last_loops}"]  # fmt: skip
+    common = ["--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin"]
+    message = refused(*per_loop, *common, "--self-iterations", 4)
+    assert (
+        "keeps one state per loop; omit --self-iterations, and set model.at_evaluation.exit.loops=N"
+        in message
+    )
