@@ -199,4 +199,8 @@ def test_the_dry_run_shows_optimizer_schedule_and_average(small: Callable[..., R
     optimizer = {"kind": "torch", "class": "torch.optim.NAdam", "learning_rate": 1e-3}
     changes = {"training.optimizer": optimizer, "training.schedule": {"kind": "cosine"}}
     report = dry_run_report(small({**changes, "training.ema": {"decay": 0.99, "start": 0.5}}), name="small")
-    assert "torch.optim.NAdam, cosine, average of the weights (decay 0.99) after 2 steps" in report
+    average = "average of the weights (decay 0.99) after 2 steps; 99% of it are its first weights"
+    assert f"torch.optim.NAdam, cosine, {average}" in report
+    short = dry_run_report(small({"training.ema": {"decay": 0.3}}), name="small")
+    assert "average of the weights (decay 0.3)" in short
+    assert "first weights" not in short

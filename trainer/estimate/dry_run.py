@@ -136,7 +136,9 @@ def _average(spec: RunSpec) -> str:
     if ema is None:
         return ""
     start = f" after {spec.ema_start:,} steps" if spec.ema_start else ""
-    return f", average of the weights (decay {ema.decay:g}){start}"
+    first = ema.decay ** (spec.total_steps - spec.ema_start - 1)
+    short = f"; {first:.0%} of it are its first weights, lower training.ema.decay" if first > 0.1 else ""
+    return f", average of the weights (decay {ema.decay:g}){start}{short}"
 
 
 def _start(spec: RunSpec) -> list[str]:
