@@ -390,7 +390,7 @@ def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None
     text = (
         f"another text it is {below(other)} % below with twice the FLOPs and a penalty of 4, {below(one)} %"
     )
-    assert f"{text} with that of 1 below" in spec
+    assert f"{text} with that of 1, as in this file" in spec
     assert f"perplexity is {below(penalty)} % below" in spec
     assert f"and {below(small)} % with twice the FLOPs on the same text" in spec
     found = [run for run in half["read"]("Llama, penalty") if run["side"] == "implicit"]
