@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trainer.evaluation.scores import EvalTask, Scores
 
 PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
+_EXITS = {"tolerance": ("residual", "fixed"), "mean_iterations": ("residual",)}
 _SETTINGS = ("limit", "batch_size", "tolerance", "mean_iterations", "max_length", "padding", "precision")
 
 
@@ -214,17 +215,16 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
     from trainer.evaluation.token_sets import token_sets
 
     eval_model = find_eval_model(options.checkpoint, spec=options.spec, overrides=options.overrides)
-    limits = {name: getattr(options, name) for name in ("self_iterations", "tolerance", "mean_iterations")}
-    if not eval_model.implicit and any(value is not None for value in limits.values()):
-        option_name = next(
-            f"--{name.replace('_', '-')}" for name, value in limits.items() if value is not None
-        )
-        raise ValueError(f"{eval_model.name} does not search for fixed points; omit {option_name}")
-    for name, exits in (("tolerance", ("residual", "fixed")), ("mean_iterations", ("residual",))):
-        if limits[name] is not None and eval_model.exit not in exits:
+    for name in ("self_iterations", "tolerance", "mean_iterations"):
+        if getattr(options, name) is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if not eval_model.implicit:
+            raise ValueError(f"{eval_model.name} does not search for fixed points; omit {option}")
+        if eval_model.exit not in _EXITS.get(name, (eval_model.exit,)):
             raise ValueError(
                 f"{eval_model.name} ends its search by exit {eval_model.exit!r}, not at a tolerance; omit "
-                f"--{name.replace('_', '-')}, or set model.at_evaluation.exit.kind=residual"
+                f"{option}, or set model.at_evaluation.exit.kind=residual"
             )
     if options.self_iterations and getattr(eval_model.spec, "state_policy", None) == "per_loop":
         raise ValueError(
