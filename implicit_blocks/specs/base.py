@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import cleandoc, get_annotations, getsource, signature
 from itertools import pairwise
 from numbers import Integral
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -67,9 +69,15 @@ class Spec(BaseModel):
             for key in unknown[:MOST_ERRORS]
         ]
         refused += [
+            field_error(f"should be a valid {number}; got {found}", str(key), value=entry)
+            for key, entry in value.items()
+            if key in known and (number := _number_of(known[key]))
+            for found in _first(entry, lambda found: isinstance(found, bool))
+        ]
+        refused += [
             field_error(f"{OUT_OF_RANGE}; got {shown(found, limit=40)}", str(key), value=None)
             for key, entry in value.items()
-            for found in _out_of_range(entry)
+            for found in _first(entry, lambda found: isinstance(found, int) and not in_range(found))
         ]
         if refused:
             raise merge_errors(refused)
@@ -183,13 +191,28 @@ def validate(spec_class: type[_AnySpec], value: Any) -> _AnySpec:
     return validated
 
 
-def _out_of_range(value: Any) -> list[int]:
-    """Return the first integer of more than 64 bits in a value or its lists, as a list of at most one."""
-    if isinstance(value, int):
-        return [] if in_range(value) else [value]
+def _first(value: Any, wrong: Callable[[Any], bool]) -> list[Any]:
+    """Return the first wrong entry of a value or its lists, as a list of at most one."""
     if isinstance(value, list | tuple):
-        return [found for entry in value for found in _out_of_range(entry)][:1]
-    return []
+        return [found for entry in value for found in _first(entry, wrong)][:1]
+    return [value] if wrong(value) else []
+
+
+def _number_of(field: FieldInfo) -> str | None:
+    """Return the kind of number that a field expects and that pydantic would convert a boolean to.
+
+    None: it accepts booleans or no numbers, or checks its values in a `PlainValidator`.
+    """
+    types = [*field.metadata, *_types_of(field.annotation)]
+    if bool in types or Any in types or any(isinstance(one, PlainValidator) for one in types):
+        return None
+    return "number" if float in types else "integer" if int in types else None
+
+
+def _types_of(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _types_of(argument)
 
 
 class ComponentSpec(Spec):

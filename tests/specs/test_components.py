@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
 from implicit_blocks import registry
 from implicit_blocks.specs import (
@@ -31,6 +32,7 @@ from implicit_blocks.specs import (
     SwiGLUSpec,
     UnrolledSpec,
 )
+from implicit_blocks.specs.base import Spec
 
 counts = st.integers(1, 10_000)
 damping = st.floats(0, 1, exclude_min=True)
@@ -300,3 +302,38 @@ def test_errors_in_python_have_the_format_of_errors_in_files(make: Any, message:
     assert str(caught.value).startswith(message)
     assert "pydantic" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+class _Numbers(Spec):
+    count: int | None = None
+    share: float | Literal["auto"] = "auto"
+    shares: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    switch: bool | int = False
+    anything: Any = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"count": True}, "count: should be a valid integer; got True"),
+        ({"count": False}, "count: should be a valid integer; got False"),
+        ({"share": True}, "share: should be a valid number; got True"),
+        ({"shares": [0.5, True]}, "shares: should be a valid number; got True"),
+    ],
+)
+def test_fields_of_numbers_refuse_booleans(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        _Numbers(**fields)
+
+
+def test_fields_that_accept_booleans_keep_them() -> None:
+    spec = _Numbers(count=1, share=1, shares=(1, 0.5), switch=True, anything=[True])
+    assert (spec.switch, spec.anything, spec.shares) == (True, [True], (1.0, 0.5))
+    assert spec.switch is True
+
+
+def test_models_refuse_booleans_as_numbers() -> None:
+    with pytest.raises(SpecError, match="ImplicitLMSpec: n_layers: should be a valid integer; got True"):
+        ImplicitLMSpec(vocab_size=8, d_model=16, n_layers=True, mixer=Mamba2Spec())
+    with pytest.raises(SpecError, match="Stopping: tolerance: should be a valid number; got True"):
+        Stopping(tolerance=True)

@@ -414,3 +414,18 @@ def test_infinities_and_numeric_strings_round_trip_through_a_run_folder(write: W
     assert differences(dumped, again.model_dump(mode="json")) == []  # so the run can be resumed
     assert differences({"a": math.nan}, {"a": math.inf}) != []
     assert changes(spec, again) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [
+        ("model.n_layers", "integer"),
+        ("training.max_steps", "integer"),
+        ("training.optimizer.learning_rate", "number"),
+        ("model.stopping.tolerance", "number"),
+    ],
+)
+def test_overrides_refuse_booleans_as_numbers(key: str, number: str) -> None:
+    message = f"command line, '{key}=true': {key}: should be a valid {number}; got True"
+    with pytest.raises(SpecError, match=re.escape(message)):
+        load_spec("word_problem_s3", [f"{key}=true"])
