@@ -115,7 +115,8 @@ class ImplicitLMSpec(LanguageModelSpec):
     window_length: PositiveInt | None = None
     """Tokens per window in training, each window given those before it; null: all tokens at once.
 
-    The gradient's own steps cover the whole sequence; `unrolled`, which has no search, ignores it.
+    The gradient's own steps cover the whole sequence. `unrolled` and `last_loops` have no search: the first
+    ignores windows, the second rejects them.
     """
     objective: ObjectiveSpec = LastObjectiveSpec()
     """The loss, given the iterates of the core; by default that of the last one."""
@@ -259,7 +260,7 @@ def _check_ends(spec: ImplicitLMSpec) -> None:
 
 
 def _check_depth(spec: ImplicitLMSpec) -> None:
-    """Check that the gradient estimator can use the number of loops."""
+    """Check that the gradient estimator can use the number of loops and the windows."""
     chosen = spec.depth.kind != "until_converged"
     if chosen and not spec.gradient.searches and spec.gradient.kind != "last_loops":
         message = (
@@ -273,6 +274,10 @@ def _check_depth(spec: ImplicitLMSpec) -> None:
             "gradient 'last_loops', or depth per batch"
         )
         raise field_error(message, "depth", "per", value="sequence")
+    estimator = getattr(spec.gradient, "gradient", spec.gradient)
+    if spec.window_length is not None and estimator.kind == "last_loops":
+        message = "gradient 'last_loops' has no search that windows could divide; set window_length: null"
+        raise field_error(message, "window_length", value=spec.window_length)
 
 
 def _check_objective(spec: ImplicitLMSpec) -> None:

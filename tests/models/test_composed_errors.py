@@ -156,6 +156,21 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"at_evaluation": {**FIXED, "window_length": 4}},
         r"at_evaluation\.window_length: .*set at_evaluation\.window_length: null",
     ),
+    "loops without a search in windows": (
+        {**LOOPS, "window_length": 4},
+        r"window_length: gradient 'last_loops' has no search .*; set window_length: null",
+    ),
+    "loops until convergence in windows": (
+        {"gradient": {"kind": "last_loops"}, "window_length": 4},
+        r"window_length: gradient 'last_loops' has no search .*; set window_length: null",
+    ),
+    "penalized loops in windows": (
+        {
+            "gradient": {"kind": "jacobian_penalty", "gradient": {"kind": "last_loops"}},
+            "window_length": 4,
+        },
+        r"window_length: gradient 'last_loops' has no search .*; set window_length: null",
+    ),
     # bidirectional mixers
     "bidirectional in windows": (
         {"mixer": BIDIRECTIONAL, "window_length": 4},

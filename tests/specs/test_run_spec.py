@@ -70,6 +70,15 @@ def test_phases_merge_into_the_sections_of_the_run() -> None:
     assert second.training == spec.training
 
 
+def test_a_phase_of_loops_sets_the_windows_of_the_run_to_null() -> None:
+    loops = {"gradient": {"kind": "last_loops"}, "window_length": None}
+    phases = [{"name": "loops", "until": 10, "model": loops}, {"name": "search"}]
+    first, second = run(model={"window_length": 16}, phases=phases).phase_specs()
+    assert (first.model.window_length, second.model.window_length) == (None, 16)
+    del loops["window_length"]
+    refused("phases.0.model.window_length: .*no search", model={"window_length": 16}, phases=phases)
+
+
 @given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=6, unique=True).map(sorted), st.integers(7, 1000))
 def test_phases_given_as_shares_cover_the_run(shares: list[float], steps: int) -> None:
     phases = [{"name": str(share), "until": share} for share in shares]
