@@ -314,6 +314,12 @@ def _check_exit(spec: ImplicitLMSpec) -> None:
             "the model has no exit gate; set exit_gate: true and train it with an objective that reads it"
         )
         raise field_error(message, *place, value=at_evaluation.exit)
+    if leaves == "gate" and not spec.objective.needs_gate:
+        message = (
+            f"objective {spec.objective.kind!r} does not train the exit gate; choose objective "
+            "'exit_expectation' or 'exit_mixture', or another exit criterion"
+        )
+        raise field_error(message, *place, value=at_evaluation.exit)
     if at_evaluation.exit.per_token and spec.evaluation_stopping.scope != "prefix":
         message = (
             f"exit criterion {leaves!r} decides for each token, and scope 'sequence' for whole rows; choose "

@@ -139,6 +139,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"at_evaluation": {"exit": {"kind": "gate"}}},
         r"at_evaluation\.exit: .*no exit gate; set exit_gate: true",
     ),
+    "exit by a gate that is not trained": (
+        {"exit_gate": True, "at_evaluation": {"exit": {"kind": "gate"}}},
+        r"at_evaluation\.exit: objective 'last' does not train the exit gate; choose objective 'exit_exp",
+    ),
     # states
     "states without a number of loops": (
         {"state_policy": "per_loop"},

@@ -307,9 +307,11 @@ def test_other_loops_than_those_of_the_kept_states_are_refused():
 )
 def test_strict_exit_criteria_predict_the_fixed_point(criterion):
     model = built(contracting=True, exit_gate=True)
+    gated = {**LOOPED, "objective": {"kind": "exit_mixture"}} if criterion["kind"] == "gate" else {}
     strict = built(
         contracting=True,
         exit_gate=True,
+        **gated,
         at_evaluation={**SANDWICH["at_evaluation"], "exit": criterion},
     )
     strict.load_state_dict(model.state_dict())
