@@ -235,13 +235,19 @@ def _check_solvers(spec: ImplicitLMSpec) -> None:
 
 
 def _check_ends(spec: ImplicitLMSpec) -> None:
-    """Check the widths of the injection and of the start, and the mixers that add an injection."""
+    """Check the widths of the injection, the start and the core, and the mixers that add an injection."""
     ends = (("injection", spec.injection), ("z_init", spec.start))
     for place, end in ends if spec.d_model != spec.core_width else ():  # every kind supports equal widths
         try:
             end.check(spec.d_model, spec.core_width)
         except ValueError as error:
             raise field_error(str(error), place, value=end) from None
+    if spec.core_width != spec.d_model and not spec.core_projection:
+        message = (
+            f"the core's width {spec.core_width} differs from d_model {spec.d_model}; set "
+            "core_projection: true, so that a linear map follows the core"
+        )
+        raise field_error(message, "core_d_model", value=spec.core_d_model)
     if not (spec.injection.injects or spec.start.depends_on_tokens or spec.core_residual):
         message = (
             f"with injection {spec.injection.kind!r} only the start of the loop depends on the tokens, and "

@@ -327,12 +327,6 @@ class LanguageModelSpec(ModelSpec):
 
     @model_validator(mode="after")
     def _widths_fit(self) -> Self:
-        if self.core_width != self.d_model and not self.core_projection:
-            message = (
-                f"the core's width {self.core_width} differs from d_model {self.d_model}; set "
-                "core_projection: true, so that a linear map follows the core"
-            )
-            raise field_error(message, "core_d_model", value=self.core_d_model)
         if self.core_projection_bias and not self.core_projection:
             message = "no linear map follows the core, so that none has a bias; set core_projection: true"
             raise field_error(message, "core_projection_bias", value=True)

@@ -278,8 +278,8 @@ class InjectionSpec(ComponentSpec):
         if self.needs_equal_widths and d_model != core_width:
             raise ValueError(
                 f"injection {self.kind!r} adds the prelude's output, of width {d_model}, to the core's "
-                f"state, of width {core_width}; set core_d_model to {d_model}, or choose injection 'concat' "
-                "or 'diagonal'"
+                f"state, of width {core_width}; set core_d_model to {d_model}, or choose injection "
+                "'concat', 'diagonal' or 'projection' with core_projection: true"
             )
 
     def parameter_shapes(

@@ -50,7 +50,14 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {**NARROW, "injection": {"kind": "concat"}, "z_init": "prelude"},
         r"z_init: .*'prelude'.*16.*width 8; choose another",
     ),
-    "width without projection": ({"core_d_model": 8}, r"core_d_model: .*8 .*16; set core_projection: true"),
+    "width of the injection without projection": (
+        {"core_d_model": 8, "injection": {"kind": "residual"}},
+        r"injection: .*'residual'.*width 8; .*'concat', 'diagonal' or 'projection' with core_proj",
+    ),
+    "width without projection": (
+        {"core_d_model": 8, "injection": {"kind": "concat"}},
+        r"core_d_model: .*8 .*16; set core_projection: true",
+    ),
     "bias without projection": (
         {"core_projection_bias": True},
         r"core_projection_bias: no linear map .*set core_projection: true",
@@ -274,3 +281,9 @@ def test_numbers_of_loops_per_row_are_not_committed():
         model(ids, loops=ib.LoopCounts(torch.tensor([1, 2])), return_state=True)
     with pytest.raises(ValueError, match=r"shape \(3,\)"):
         model(ids, loops=ib.LoopCounts(torch.tensor([1, 2, 3])))
+
+
+def test_an_explicit_model_has_no_narrower_core():
+    fields = {name: value for name, value in MODEL.items() if name != "injection"}
+    with pytest.raises(SpecError, match=r"core_d_model: without an injection .*; set core_d_model: null"):
+        ib.ExplicitLMSpec.model_validate({**fields, "core_d_model": 8})
