@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from implicit_blocks import registry
-from implicit_blocks._utils.hints import did_you_mean
+from implicit_blocks._utils.hints import did_you_mean, nearest
 from implicit_blocks._utils.own_packages import ROOT
 from implicit_blocks.checkpoints.find import SPEC
 from implicit_blocks.specs.base import validate
@@ -311,11 +311,17 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
         problem = "is a directory without a spec" if beside.is_dir() else "does not exist"
         looked = f"{beside_shown} {problem}, and "
     known = sorted({*zoo_names(), *(path.stem for folder in plugin_zoos for path in folder.glob("*.yaml"))})
-    the_zoo = f" The zoo is the directory {zoo}" if zoo is not None and known else ""
-    raise SpecError(
-        f"{where}{looked}there is no spec {shown(stem)} in the zoo; "
-        f"{did_you_mean(stem, known)}{the_zoo}{registry.absent_plugins()}"
-    )
+    files = beside.parent.glob("*") if beside.parent.is_dir() else ()
+    beside_it = {file.stem: file.name for file in files if file.suffix in _SUFFIXES}
+    near = nearest(stem, {*known, *beside_it})
+    if near in beside_it:
+        hint = f"did you mean {os.path.join(os.path.dirname(name), beside_it[near])!r}?"
+    else:
+        hint = did_you_mean(stem, known)
+    if zoo is not None and known:
+        hint += f"{'' if hint.endswith('?') else '.'} The zoo is the directory {zoo}"
+    missing = f"there is no spec {shown(stem)} in the zoo; {hint}"
+    raise SpecError(f"{where}{looked}{missing}{registry.absent_plugins()}")
 
 
 def _file(candidate: Path, where: str) -> Path | None:

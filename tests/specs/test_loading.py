@@ -77,6 +77,20 @@ def test_an_unknown_name_suggests_the_nearest_one(write: Write, name: str) -> No
     assert ("does not exist" in message) == (name != "mamba_130m")
 
 
+@pytest.mark.parametrize("folder", ["", "studies/"])
+def test_an_unknown_path_suggests_a_file_of_the_same_directory(write: Write, folder: str) -> None:
+    write(f"{folder}lm_paper.yaml", SMALL)
+    write(f"{folder}extending.yaml", "extends: lm_paperr\n")
+    hint = f"no spec 'lm_paperr' in the zoo; did you mean '{folder}lm_paper.yaml'? The zoo is the directory "
+    assert hint in error_of(f"{folder}lm_paperr.yaml")
+    assert hint in error_of(f"{folder}lm_paperr")
+    assert "did you mean 'lm_paper.yaml'?" in error_of(f"{folder}extending.yaml")  # relative to that file
+
+
+def test_the_list_of_known_specs_ends_with_a_full_stop(write: Write) -> None:
+    assert re.search(r" and \d+ more\. The zoo is the directory ", error_of("./qqqqqq.yaml"))
+
+
 class TestExtends:
     def test_files_beside_paths_and_zoo_names(self, write: Write) -> None:
         write("base/parts.yaml", SMALL)
