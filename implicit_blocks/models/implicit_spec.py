@@ -115,8 +115,7 @@ class ImplicitLMSpec(LanguageModelSpec):
     window_length: PositiveInt | None = None
     """Tokens per window in training, each window given those before it; null: all tokens at once.
 
-    The gradient's own steps cover the whole sequence. `unrolled` and `last_loops` have no search: the first
-    ignores windows, the second rejects them.
+    The gradient's own steps cover the whole sequence. `unrolled` ignores windows; `last_loops` rejects them.
     """
     objective: ObjectiveSpec = LastObjectiveSpec()
     """The loss, given the iterates of the core; by default that of the last one."""
@@ -315,16 +314,10 @@ def _check_exit(spec: ImplicitLMSpec) -> None:
     """Check the exit criterion and the state policy of evaluation."""
     at_evaluation, place = spec.at_evaluation, ("at_evaluation", "exit")
     leaves = at_evaluation.exit.kind
-    if leaves == "gate" and not spec.exit_gate:
-        message = (
-            "the model has no exit gate; set exit_gate: true and train it with an objective that reads it"
-        )
-        raise field_error(message, *place, value=at_evaluation.exit)
     if leaves == "gate" and not spec.objective.needs_gate:
-        message = (
-            f"objective {spec.objective.kind!r} does not train the exit gate; choose objective "
-            "'exit_expectation' or 'exit_mixture', or another exit criterion"
-        )
+        untrained = f"objective {spec.objective.kind!r} does not train the exit gate;"
+        problem = untrained if spec.exit_gate else "the model has no exit gate; set exit_gate: true and"
+        message = f"{problem} choose objective 'exit_expectation' or 'exit_mixture', or another exit"
         raise field_error(message, *place, value=at_evaluation.exit)
     if at_evaluation.exit.per_token and spec.evaluation_stopping.scope != "prefix":
         message = (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import cleandoc, get_annotations, getsource, signature
 from itertools import pairwise
@@ -199,20 +199,13 @@ def _first(value: Any, wrong: Callable[[Any], bool]) -> list[Any]:
 
 
 def _number_of(field: FieldInfo) -> str | None:
-    """Return the kind of number that a field expects and that pydantic would convert a boolean to.
-
-    None: it accepts booleans or no numbers, or checks its values in a `PlainValidator`.
-    """
-    types = [*field.metadata, *_types_of(field.annotation)]
-    if bool in types or Any in types or any(isinstance(one, PlainValidator) for one in types):
+    """Return the kind of number that a field expects; None: no number, or it may accept booleans."""
+    types = [*field.metadata, field.annotation]
+    for each in types:  # the list grows by the types' arguments
+        types += get_args(each)
+    if bool in types or Any in types or any(isinstance(each, PlainValidator) for each in types):
         return None
     return "number" if float in types else "integer" if int in types else None
-
-
-def _types_of(annotation: Any) -> Iterator[Any]:
-    yield annotation
-    for argument in get_args(annotation):
-        yield from _types_of(argument)
 
 
 class ComponentSpec(Spec):
