@@ -279,8 +279,7 @@ def _check_depth(spec: ImplicitLMSpec) -> None:
             "gradient 'last_loops', or depth per batch"
         )
         raise field_error(message, "depth", "per", value="sequence")
-    estimator = getattr(spec.gradient, "gradient", spec.gradient)
-    if spec.window_length is not None and estimator.kind == "last_loops":
+    if spec.window_length and getattr(spec.gradient, "gradient", spec.gradient).kind == "last_loops":
         message = "gradient 'last_loops' has no search that windows could divide; set window_length: null"
         raise field_error(message, "window_length", value=spec.window_length)
 

@@ -69,7 +69,13 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
     try:
         loaded: BaseRunSpec = validate(spec, tree)
     except ValidationError as error:
-        raise format_error(error, tree, source=str(name_or_path)) from None
+        refused = format_error(error, tree, source=str(name_or_path))
+        phases, own = tree.value_places.get("phases"), _find(os.fspath(name_or_path), folder=None, place=None)
+        inherited = phases is not None and phases.line is not None and phases.source != _shown(own)
+        if inherited and any(each["loc"][:1] == ("phases",) for each in refused.errors()):
+            note = f"the phases are inherited from {phases}; set phases: [] to remove them"
+            refused = SpecError(f"{refused}\n{note}", refused.errors())
+        raise refused from None
     return loaded
 
 
@@ -313,11 +319,9 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     known = sorted({*zoo_names(), *(path.stem for folder in plugin_zoos for path in folder.glob("*.yaml"))})
     files = beside.parent.glob("*") if beside.parent.is_dir() else ()
     beside_it = {file.stem: file.name for file in files if file.suffix in _SUFFIXES}
-    near = nearest(stem, {*known, *beside_it})
-    if near in beside_it:
+    hint = did_you_mean(stem, known)
+    if (near := nearest(stem, {*known, *beside_it})) in beside_it:
         hint = f"did you mean {os.path.join(os.path.dirname(name), beside_it[near])!r}?"
-    else:
-        hint = did_you_mean(stem, known)
     if zoo is not None and known:
         hint += f"{'' if hint.endswith('?') else '.'} The zoo is the directory {zoo}"
     missing = f"there is no spec {shown(stem)} in the zoo; {hint}"

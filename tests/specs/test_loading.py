@@ -91,6 +91,17 @@ def test_the_list_of_known_specs_ends_with_a_full_stop(write: Write) -> None:
     assert re.search(r" and \d+ more\. The zoo is the directory ", error_of("./qqqqqq.yaml"))
 
 
+def test_an_error_in_an_inherited_phase_says_how_to_remove_inherited_phases(write: Write) -> None:
+    write("base.yaml", SMALL.replace("{gradient: {kind: unrolled}}", "{gradient: {steps: 2}}"))
+    changed = "extends: base\nmodel: {gradient: {kind: last_loops}}\n"
+    note = "\nthe phases are inherited from base.yaml:13:3; set phases: [] to remove them"
+    message = error_of(write("mine.yaml", changed))
+    assert "phases.0.model.gradient.steps: unknown key 'steps'" in message
+    assert message.endswith(note)
+    assert load_spec(write("mine.yaml", changed + "phases: []\n")).model.gradient.kind == "last_loops"
+    assert "inherited" not in error_of("base", ["model.gradient.kind=last_loops"])  # its own phases
+
+
 class TestExtends:
     def test_files_beside_paths_and_zoo_names(self, write: Write) -> None:
         write("base/parts.yaml", SMALL)
