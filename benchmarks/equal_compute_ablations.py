@@ -20,6 +20,7 @@ from typing import Any
 from equal_compute_averaged import markdown
 from equal_compute_gpu import LLAMA
 from equal_compute_gpu import LOOPED as BASE
+from equal_compute_parts import stages
 from equal_compute_seeds import by_recipe, mean_perplexity
 
 from trainer.experiments.equal_compute.recipes import Recipe
@@ -45,15 +46,6 @@ def _rewarmed(at: float) -> str:
     return f"training.schedule={{kind: rewarmed, at: {at:g}, warmup: 0.01, schedule: {RATES}}}"
 
 
-def _stages(*loops: int) -> str:
-    """Return phases of equal length with these numbers of loops."""
-    phases = [
-        f"{{name: loops{n}, until: {(place + 1) / len(loops):g}, model: {{depth: {{loops: {n}}}}}}}"
-        for place, n in enumerate(loops[:-1])
-    ]
-    return f"phases=[{', '.join(phases)}, {{name: loops{loops[-1]}}}]"
-
-
 GROUPS: dict[str, dict[str, Row]] = {
     "base": {"base": BASE, "explicit, 4 layers": {"layers": [0, 4, 0]}},
     "injection": {
@@ -77,7 +69,7 @@ GROUPS: dict[str, dict[str, Row]] = {
             f"3 from {at:.0%}, rate warmed up again": _changed(_rewarmed(at), base={**BASE, "loops_from": at})
             for at in (0.5, 0.75)
         },
-        "1, 2, 3 and 4 for a quarter each": _changed(_stages(1, 2, 3, 4), base={**THROUGHOUT, "loops": 4}),
+        "1, 2, 3 and 4 for a quarter each": _changed(stages(1, 2, 3, 4), base={**THROUGHOUT, "loops": 4}),
     },
     "gradient": {
         "of the last loop": {**BASE, "gradient_loops": 1},

@@ -102,13 +102,22 @@ ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
 """Groups whose choice was between recipes of one model of each side, which the page has in words."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
 """Parts with text and FLOPs in proportion to the size."""
-_STAGES = [f"{{name: loops{n}, until: {n / 4:g}, model: {{depth: {{loops: {n}}}}}}}" for n in (1, 2, 3)]
+
+
+def stages(*loops: int, penalty: float = 0.0) -> str:
+    """Return phases of equal length with these numbers of loops; the last one may have a penalty."""
+    phases = [
+        f"{{name: loops{n}, until: {(place + 1) / len(loops):g}, model: {{depth: {{loops: {n}}}}}}}"
+        for place, n in enumerate(loops[:-1])
+    ]
+    gradient = f", model: {{gradient: {{residual_weight: {penalty}}}}}" if penalty else ""
+    return f"phases=[{', '.join(phases)}, {{name: loops{loops[-1]}{gradient}}}]"
+
+
 CHANGES = {
     "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}": "gates of at most 0.75",
     "model.residual_scaling={kind: layer_scale, init: 0.25}": "branches scaled by 0.25",
     "model.depth={kind: uniform, low: 1, high: 5}": "random depth of 1 to 5",
-    f"phases=[{', '.join(_STAGES)}, {{name: loops4, model: {{gradient: {{residual_weight: 4.0}}}}}}]": (
-        "in stages of 1 to 4 loops, penalty 4"
-    ),
+    stages(1, 2, 3, 4, penalty=4.0): "in stages of 1 to 4 loops, penalty 4",
 }
 """Changes of a run's spec in the words of the tables."""

@@ -36,6 +36,11 @@ def interval(found: dict[str, Any]) -> str:
     return f"{low} to {high} %"
 
 
+def ends(shares: list[float], digits: int = 1) -> str:
+    """Return the smallest and the largest share, in percent."""
+    return " to ".join(percent(end, digits, sign=False) for end in (min(shares), max(shares)))
+
+
 def choice(runs: list[dict[str, Any]]) -> float:
     mean: float = SEEDS["mean_perplexity"](runs, "choice")
     return mean

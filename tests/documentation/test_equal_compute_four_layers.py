@@ -9,6 +9,7 @@ from tests.documentation.equal_compute_pages import (
     SEEDS,
     below,
     choice,
+    ends,
     interval,
     on_choice,
     percent,
@@ -27,11 +28,6 @@ def reported(half: dict[str, Any], part: str) -> dict[str, Runs]:
         f"{recipe.side} {sum(recipe.layers)}{' stages' if recipe.loops == 4 else ''}": list(rows)
         for recipe, rows in half["several_seeds"](part)
     }
-
-
-def ends(values: list[float], digits: int = 1) -> str:
-    least, most = (percent(end(values), digits, sign=False) for end in (min, max))
-    return f"{least} to {most}"
 
 
 def converged(runs: Runs) -> list[float]:

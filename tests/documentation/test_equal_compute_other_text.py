@@ -11,6 +11,7 @@ from tests.documentation.equal_compute_pages import (
     SEEDS,
     below,
     choice,
+    ends,
     interval,
     on_choice,
     percent,
@@ -183,10 +184,6 @@ def test_four_times_the_flops_on_the_other_text(half: dict[str, Any], leads: Any
         f"it is {below(lead)} % with four times the FLOPs ({interval(lead)}; three seeds), of which" in notes
     )
     assert f"with four times the FLOPs {below(free)} %" in notes
-
-
-def ends(shares: list[float], digits: int = 1) -> str:
-    return " to ".join(percent(end, digits, sign=False) for end in (min(shares), max(shares)))
 
 
 def test_convergence_on_the_other_text(half: dict[str, Any]) -> None:

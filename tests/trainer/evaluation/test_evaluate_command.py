@@ -12,21 +12,14 @@ import pytest
 from safetensors.torch import save_file
 
 from implicit_blocks import registry
+from tests.trainer.evaluation.evaluations import evaluate, results
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import write_tokens
 from trainer.errors import CallbackError
-from trainer.evaluation.command import PAPER_TASKS, main
+from trainer.evaluation.command import PAPER_TASKS
 from trainer.evaluation.eval_model import find_eval_model
 from trainer.run.build import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
-
-
-def evaluate(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
 
 
 def test_a_run_s_model_is_that_of_its_last_phase(small, tmp_path):

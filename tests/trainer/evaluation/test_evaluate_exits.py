@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from trainer.evaluation.command import main
-
-
-def evaluate(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
+from tests.trainer.evaluation.evaluations import evaluate, results
 
 
 @pytest.mark.parametrize("loops", [1, 3])

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.trainer.evaluation.evaluations import evaluate, results
 from trainer.data.tokens import write_tokens
-from trainer.evaluation.command import main
 from trainer.run.build import build
-
-
-def evaluate(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def results(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
 
 
 def test_a_too_long_continuation_leaves_the_other_tasks(exported, benchmarks, tmp_path, capsys):
