@@ -82,11 +82,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts | None:
     if not isinstance(spec, LanguageModelSpec):
         return None
     stacks, d, width = spec.stacks, spec.d_model, spec.core_width
-    norms = {
-        "prelude": d * spec.prelude_norm,
-        "core": width * spec.norm_in_core,
-        "coda": d * spec.final_norm,
-    }
+    norms = {"prelude": d * spec.prelude_norm, "core": width * spec.norm_in_core, "coda": d * spec.final_norm}
     counts = {name: _of_stack(stacks.get(name), spec.weight_norm) for name in norms}
     weights = {name: total((counts[name][0], norm)) for name, norm in norms.items()}
     injection, rows = _of_injection(spec)

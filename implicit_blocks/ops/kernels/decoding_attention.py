@@ -18,12 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.overlap import (
-    on_device,
-    overlapping,
-    start_next,
-    wait_for_previous,
-)
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 PROGRAMS = 264  # programs that occupy a GPU: two per multiprocessor of an H100
 

@@ -13,17 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import (
-    Mamba2Inputs,
-    mamba2_history,
-    mamba2_prepared,
-)
-from implicit_blocks.ops.kernels.overlap import (
-    on_device,
-    overlapping,
-    start_next,
-    wait_for_previous,
-)
+from implicit_blocks.ops.kernels.decoding import Mamba2Inputs, mamba2_history, mamba2_prepared
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 
 def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, inputs: Mamba2Inputs) -> Tensor:

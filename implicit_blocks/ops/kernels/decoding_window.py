@@ -20,12 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from implicit_blocks.ops.kernels.decoding import Mamba2Inputs
-from implicit_blocks.ops.kernels.overlap import (
-    on_device,
-    overlapping,
-    start_next,
-    wait_for_previous,
-)
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 COLUMNS = 8, 32  # columns of a product, of which the tokens of a call use the first
 

@@ -26,12 +26,7 @@ from implicit_blocks.ops.kernels.decoding_attention import (
     is_last,
     weighted,
 )
-from implicit_blocks.ops.kernels.overlap import (
-    on_device,
-    overlapping,
-    start_next,
-    wait_for_previous,
-)
+from implicit_blocks.ops.kernels.overlap import on_device, overlapping, start_next, wait_for_previous
 
 LEAST = 16  # width of a head, rows of a product of matrix units, and tokens of a window, with unused ones
 

@@ -35,15 +35,7 @@ def test_steps_can_be_undone(dtype):
 
 @pytest.mark.parametrize(
     ("eigenvalue", "converges"),
-    [
-        (0.9, True),
-        (-0.9, True),
-        (1.05, False),
-        (-1.05, False),
-        (1.4j, True),
-        (0.6 + 0.7j, True),
-        (3j, False),
-    ],
+    [(0.9, True), (-0.9, True), (1.05, False), (-1.05, False), (1.4j, True), (0.6 + 0.7j, True), (3j, False)],
 )
 def test_reversible_steps_converge_if_their_roots_are_inside_the_unit_circle(eigenvalue, converges):
     """``r² = (1 − β) + β λ r``; a complex eigenvalue is a rotation in the plane."""
