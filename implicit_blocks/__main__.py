@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,19 +22,15 @@ from implicit_blocks.specs.schema import file_schema, run_schema
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a user error, 1 for specs that differ."""
     options = parser().parse_args(arguments)
-    code = 0
     try:
-        code = options.command(options) or 0
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader stopped, as in `… schema | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error at exit
+        return options.command(options) or 0
+    except BrokenPipeError:
+        raise
     except ModuleNotFoundError as error:
         print(f"error: {without_torch(error)}", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:  # such as a directory that cannot be written
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return code
+    return 2
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
+from implicit_blocks._utils.programs import run_program, started_as
+
 SCRIPT = "implicit-blocks"
 
 TRAINER: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -54,7 +56,10 @@ def main(arguments: Sequence[str] | None = None, *, script: str = SCRIPT) -> int
         script: how the user started this program, for usage messages.
 
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    return run_program(lambda: _main(list(sys.argv[1:] if arguments is None else arguments), script))
+
+
+def _main(given: list[str], script: str) -> int:
     name = given[0] if given else "--help"
     if name in ("-h", "--help", "help"):
         print(_help(script))
@@ -76,7 +81,6 @@ def main(arguments: Sequence[str] | None = None, *, script: str = SCRIPT) -> int
 def _run(name: str, arguments: list[str], script: str) -> int:
     """Import the program of a command and run it."""
     from implicit_blocks._utils.own_packages import load_own
-    from implicit_blocks._utils.programs import started_as
 
     names = {f"python -m {module}": f"{script} {command}" for command, (module, _, _) in TRAINER.items()}
     with started_as({**names, "python -m implicit_blocks": script}):

@@ -1,10 +1,12 @@
-"""The parsers of the command lines: they know how the user started the program, and hint at other names."""
+"""The programs and their parsers, which know how the user started them, and hint at other names."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -13,6 +15,27 @@ from implicit_blocks._utils.synonyms import PLACES
 
 _started_as: ContextVar[Mapping[str, str] | None] = ContextVar("started_as", default=None)
 _UNKNOWN = "unrecognized arguments: "
+UNREAD = 141
+"""Exit code of a program whose output is no longer read: 128 + SIGPIPE, as shells report it."""
+
+
+def run_program(main: Callable[[], int]) -> int:
+    """Return the exit code of a program; it ends silently where its output is cut off, as by ``| head``."""
+    try:
+        try:
+            code = main()
+        except SystemExit:  # of --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        try:
+            print(flush=True)  # a blank line before the traceback, if another pipe or socket is broken
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error at exit
+            return UNREAD
+        raise
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 
 import implicit_blocks.__main__
 from implicit_blocks._utils import console
+from implicit_blocks._utils.programs import UNREAD, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "pydantic", "transformers", "matplotlib", "trainer")
@@ -107,3 +109,37 @@ def test_a_wrong_word_is_answered_with_the_right_one(
         code = end.code
     assert code == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-c", SCRIPT, "--help"),
+        ("-m", "implicit_blocks", "describe", "word_problem_s3"),
+        ("-m", "trainer", "--spec", "word_problem_s3", "--dry-run"),
+        ("-m", "trainer.report", "--help"),
+    ],
+    ids=lambda words: words[1].partition(";")[0],
+)
+def test_a_program_without_a_reader_of_its_output_ends_silently(
+    words: tuple[str, ...], unbuffered: str
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, *words]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, env=environment, cwd=ROOT, check=False, timeout=120
+    )
+    os.close(writer)
+    assert done.stderr.decode() == ""
+    assert done.returncode == UNREAD or "--help" in words  # argparse ignores the error if unbuffered
+
+
+def test_another_broken_pipe_keeps_its_traceback() -> None:
+    def main() -> int:
+        raise BrokenPipeError("the pipe of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        run_program(main)

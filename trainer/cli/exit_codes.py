@@ -53,7 +53,9 @@ def short_of_memory(error: Exception) -> str | None:
     return str(error).partition(". GPU")[0] if by_torch or isinstance(error, MemoryError) else None
 
 
-def refuse(message: str, code: int = REFUSED) -> int:
-    """Print why a program ends and return its exit code."""
-    print(f"error: {message}", file=sys.stderr)
+def refuse(reason: str | Exception, code: int = REFUSED) -> int:
+    """Print why a program ends and return its exit code; ``run_program`` handles a broken pipe."""
+    if isinstance(reason, BrokenPipeError):
+        raise reason
+    print(f"error: {reason}", file=sys.stderr)
     return code

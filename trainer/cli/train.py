@@ -137,7 +137,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             command=command,
         )
     except (ValueError, OSError) as error:
-        return refuse(str(error))
+        return refuse(error)
     except Exception as error:
         if (short := short_of_memory(error)) is None:
             raise

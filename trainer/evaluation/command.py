@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return refuse(without_torch(error))
     except ValueError as error:
-        return refuse(str(error))
+        return refuse(error)
     with ExitStack() as stack:
         stack.callback(leave)
         if not ranks.is_main:
@@ -156,12 +156,12 @@ def _main(options: argparse.Namespace, ranks: Ranks) -> int:
     except ModuleNotFoundError as error:
         return refuse(without_torch(error))
     except (ValueError, OSError) as error:
-        return refuse(str(error))
+        return refuse(error)
     written: list[Path] = []
     try:
         return _run(job, options, written)
     except (DataError, OSError) as error:
-        return refuse(str(error))
+        return refuse(error)
     except KeyboardInterrupt:
         what = f"the results so far are in {written[0]}" if written else "nothing was written"
         return refuse(f"interrupted; {what}", INTERRUPTED)
@@ -289,7 +289,7 @@ def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
     try:
         model = job.eval_model.load().to(job.device).eval()
     except ValueError as error:  # damaged weights, or those of another model
-        return refuse(str(error))
+        return refuse(error)
     _log(f"{job.eval_model.name}: {job.eval_model.weights} on {device_name(job.device)}")
     longest = longest_request(model)
     job = replace(job, sets=_fitting_sets(job.sets, longest, named=options.lengths is not None))

@@ -424,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         draw(records, output, title=options.title)
     except (ValueError, OSError) as error:
-        return refuse(str(error))
+        return refuse(error)
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("matplotlib", "rich"):

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return refuse(f"matplotlib is not installed; {install_extra('train')}")
         return refuse(without_torch(error))
     except (ValueError, OSError) as error:
-        return refuse(str(error), REFUSED)
+        return refuse(error, REFUSED)
 
 
 class Sweep:

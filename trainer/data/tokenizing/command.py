@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _tokenize(options, progress)
         return 0
     except (ValueError, OSError, ImportError) as error:
-        return refuse(str(error))
+        return refuse(error)
     except KeyboardInterrupt:
         return refuse("interrupted; run the same command to resume after the finished shards", INTERRUPTED)
 

@@ -15,8 +15,8 @@ from trainer.errors import NonFiniteLossError
 def describe_error(error: Exception) -> tuple[str, int] | None:
     """Return the message and exit code for an error; None for a bug, which keeps its traceback."""
     code = code_of(error)
-    if code is None and isinstance(error, ValueError | OSError):  # requests are validated throughout
-        code = REFUSED
+    if code is None and isinstance(error, ValueError | OSError) and not isinstance(error, BrokenPipeError):
+        code = REFUSED  # requests are validated throughout
     return None if code is None else (_message(error, code), code)
 
 
