@@ -205,12 +205,14 @@ def build(spec: Any, **context: Any) -> Any:
         UnknownKindError: the spec's kind is not registered.
         ContractError: the builder does not accept these arguments, or does not return a component of the
             family.
-        ValueError: the spec's class is not the registered one.
+        ValueError: the spec's class is not the registered one, or the spec is that of a run.
 
     """
     family, kind = getattr(type(spec), "family", None), getattr(spec, "kind", None)
     if not isinstance(family, str) or not isinstance(kind, str):
         raise ValueError(f"build() expects a component's spec, such as PicardSpec(); got {spec!r}")
+    if family == "run":
+        raise ValueError("build() expects a component's spec, not that of a run; pass its model: spec.model")
     found = entry(family, kind)
     if found.spec is not type(spec):
         raise ValueError(

@@ -8,7 +8,7 @@ import pytest
 
 from implicit_blocks import registry
 from implicit_blocks.solvers import Picard
-from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec, SpecError
+from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec, SpecError, load_spec
 
 
 class HalfSpec(SolverSpec):
@@ -113,6 +113,11 @@ def test_a_spec_of_an_unregistered_class_is_rejected_in_validation() -> None:
 def test_build_requires_a_spec() -> None:
     with pytest.raises(ValueError, match=r"build\(\) expects a component's spec"):
         registry.build({"kind": "picard"})
+
+
+def test_build_refuses_the_spec_of_a_run_and_names_that_of_its_model() -> None:
+    with pytest.raises(ValueError, match=r"spec\.model"):
+        registry.build(load_spec("word_problem_s3"))
 
 
 def test_the_base_of_a_family_validates_any_of_its_kinds() -> None:
