@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from implicit_blocks.registry import UnknownKindError
 from implicit_blocks.registry.contracts import ContractError, describe_component, require
 
 __all__ = ["ContractError", "check_gradients", "named", "relative_error", "require"]
@@ -93,9 +94,10 @@ def _reported(contract: Callable[P, None]) -> Callable[P, None]:
             raise
         except Exception as error:
             subject: Any = arguments[0] if arguments else "a component"
-            raise ContractError(
-                f"{describe_component(subject)} breaks the contract '{contract.__name__.replace('_', ' ')}': "
-                f"it raised {type(error).__name__}: {error}"
-            ) from error
+            broken = f"breaks the contract '{contract.__name__.replace('_', ' ')}': it raised"
+            found = f"{broken} {type(error).__name__}: {error}"
+            if isinstance(error, UnknownKindError):
+                found = f"cannot be checked: {error}; install its package, or register it by registry.add"
+            raise ContractError(f"{describe_component(subject)} {found}") from error
 
     return check

@@ -150,3 +150,12 @@ def test_a_spec_and_its_solver_must_agree_on_differentiable(monkeypatch):
 def test_an_object_of_another_type_is_refused():
     with pytest.raises(ContractError, match=r"str breaks the contract 'is a Solver'|derive it from"):
         check_solver("picard")
+
+
+def test_a_spec_of_an_unregistered_kind_is_not_blamed_for_a_contract() -> None:
+    class NewSpec(ib.SolverSpec):
+        kind: Literal["test.new"] = "test.new"
+
+    with pytest.raises(ContractError, match=r"unknown solver 'test\.new'.* install its package") as caught:
+        check_solver(NewSpec())
+    assert "breaks the contract" not in str(caught.value)
