@@ -178,11 +178,12 @@ class _Run:
     ) -> None:
         check_model(model)
         check_search(search)
+        self.search_kwargs = search
+        self.search = SearchOptions.of_call(generate, search) if search else None
         require_count("max_new_tokens", max_new_tokens)
         self.model, self.count, self.pad_token = model, max_new_tokens, pad_token
         self.device = model.embedding.weight.device
         self.window_length = window_length
-        self.search_kwargs, self.search = search, SearchOptions(**search) if search else None
         self.ids, mask = lay_out(prompts, attention_mask, device=self.device)
         self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
         if self.valid is not None:

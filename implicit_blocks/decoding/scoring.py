@@ -96,7 +96,7 @@ def score(
         ids_BL=needed_ids(model, ids[:, :-1]),
         attention_mask=None if valid is None else valid[:, :-1],
         window_length=window_length,
-        search=SearchOptions(**search),
+        search=SearchOptions.of_call(score, search),
     )
     lengths = torch.tensor([len(row) for row in forced], device=device)
     count = int(lengths.max())

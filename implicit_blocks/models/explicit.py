@@ -65,7 +65,7 @@ class ExplicitLM(ModelParts):
             state=state,
             return_state=return_state,
             window_length=window_length,
-            search=SearchOptions(**search),
+            search=SearchOptions.of_call(self.forward, search),
             weights=self.cache_weights(),
         )
         return read_out(self, encoded, labels=labels, return_logits=return_logits)  # logits = E z

@@ -127,7 +127,7 @@ class ImplicitLM(ModelParts):
             state=state,
             return_state=return_state,
             window_length=window_length,
-            search=SearchOptions(**search) if search else None,
+            search=SearchOptions.of_call(self.forward, search) if search else None,
             trace=trace,
             weights=self.cache_weights(),
         )

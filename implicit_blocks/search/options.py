@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
+from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ExitSpec, SolverSpec, Stopping
 from implicit_blocks.specs.base import Spec, require_count, require_part, require_share, validate
 from implicit_blocks.specs.errors import format_error
@@ -107,6 +109,20 @@ class SearchOptions:
     def names(cls) -> tuple[str, ...]:
         """Return the names of the options, as ``forward`` and ``generate`` accept them."""
         return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def of_call(cls, call: Callable[..., Any], search: SearchKwargs) -> SearchOptions:
+        """Return the options among the keyword arguments of a call.
+
+        Raises:
+            TypeError: for an unknown keyword argument; names the nearest one of the call.
+
+        """
+        for name in search.keys() - cls.names():
+            known = {*cls.names(), *signature(call).parameters} - {"search"}
+            error = f"{call.__qualname__}() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{error}; {did_you_mean(name, known)}")
+        return cls(**search)
 
     def limited(self, tolerance: float | None, max_iterations: int | None) -> SearchOptions:
         """Return these options with other limits, where they are not None."""

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder
 from implicit_blocks.search.options import SearchOptions
 
-START = torch.zeros(2, 3, 4)
+START, TOKENS = torch.zeros(2, 3, 4), torch.ones(1, 3, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,23 @@ def test_options_compare_and_print_without_their_start():
     assert options == SearchOptions(start=START + 1, tolerance=0.1)
     assert "start" not in repr(options).replace("warm_start", "")
     assert hash(options) == hash(SearchOptions(tolerance=0.1))
+
+
+@pytest.mark.parametrize(
+    ("call", "nearest"),
+    [
+        (lambda model: model(TOKENS, tolerence=1e-3), "tolerance"),
+        (lambda model: model(TOKENS, window_lenght=2), "window_length"),
+        (lambda model: ib.generate(model, TOKENS, max_new_tokens=2, temprature=1.0), "temperature"),
+        (lambda model: ib.stream(model, TOKENS, max_new_token=2), "max_new_tokens"),
+        (lambda model: ib.score(model, TOKENS, TOKENS, max_iteration=2), "max_iterations"),
+        (lambda model: ContinuousDecoder(model, max_batch_size=1, max_seq_len=8, buckts=[1]), "buckets"),
+    ],
+    ids=["option", "argument", "generate", "stream", "score", "decoder"],
+)
+@pytest.mark.parametrize("spec", [ib.ImplicitLMSpec, ib.ExplicitLMSpec])
+def test_a_misspelled_keyword_argument_is_answered_with_the_nearest_one(spec, call, nearest):
+    mixer = ib.AttentionSpec(n_heads=2)
+    model = ib.build(spec(vocab_size=5, d_model=8, n_layers=1, mixer=mixer)).eval()
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument '\w+'; did you mean '{nearest}'"):
+        call(model)

@@ -136,7 +136,7 @@ class ContinuousDecoder:
         self.buckets = _sizes_of_steps(buckets, max_batch_size)
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
-        options = SearchOptions(**search)
+        options = SearchOptions.of_call(ContinuousDecoder, search)
         in_flight = most_in_flight(
             max_in_flight,
             max_batch_size=max_batch_size,
