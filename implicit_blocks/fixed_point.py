@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks._utils.describe import shape_and_type
-from implicit_blocks.gradients import Phantom
+from implicit_blocks.gradients import LastLoops, Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
 from implicit_blocks.ops.backends import is_transformed
 from implicit_blocks.search.convergence_watch import ConvergenceWarning, expects_convergence
@@ -105,11 +105,18 @@ class FixedPoint(nn.Module):
 
         Raises:
             ValueError: if there is no start, if it is empty, not floating-point or inconsistent, if ``f``
-                returns another shape or structure, if ``tolerance`` or ``max_iterations`` is out of range, or
-                if a tensor alone would drop the penalty of the gradient estimator.
+                returns another shape or structure, if ``tolerance`` or ``max_iterations`` is out of range, if
+                ``max_iterations`` would have no effect because the gradient estimator does not search, or if
+                a tensor alone would drop its penalty.
 
         """
         stopping = SearchOptions(tolerance=tolerance, max_iterations=max_iterations).stopping(self.stopping)
+        own_steps = not self.gradient.searches and not isinstance(self.gradient, LastLoops)
+        if max_iterations is not None and own_steps and torch.is_grad_enabled():
+            raise ValueError(
+                f"max_iterations is {max_iterations}, but gradient {self.gradient!r} has its own number of "
+                "steps; leave it out, or call without gradients, which searches"
+            )
         if z0 is None:
             if not isinstance(x, Tensor):
                 raise ValueError(f"x is a {type(x).__name__}, not a tensor; give the start z0")

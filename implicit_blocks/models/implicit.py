@@ -315,12 +315,15 @@ def search_plan(
     last_loops = model.training and isinstance(model.gradient, LastLoops)
     if model.training:
         steps = last_loops or (torch.is_grad_enabled() and not model.gradient.searches)
-        unused = "max_iterations" if model.spec.gradient.differentiates_solver else "damping"
-        names = ("exit", unused, "moving_average") if steps else ("exit",)
+        names = ["exit", "moving_average"] if steps else ["exit"]
+        if steps and not last_loops:
+            names.append("max_iterations")
+        if steps and not model.spec.gradient.differentiates_solver:
+            names.append("damping")
         training = f"in training with gradient {model.spec.gradient.kind!r}; leave it out"
         _refuse(search, names, f"which has no effect {training}, or call model.eval() before")
         if model.spec.gradient.kind == "jacobian_penalty" and torch.is_grad_enabled():
-            _refuse(search, ("loops",), f"which drops the penalty {training}, or set the depth of the spec")
+            _refuse(search, ["loops"], f"which drops the penalty {training}, or set the depth of the spec")
     solver, stopping = model.search_config(search)
     loops, tolerance = loop_counts(model, batch_size, search), stopping.tolerance
     if loops is None and last_loops:
@@ -352,12 +355,12 @@ def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None
         asked = criterion.loops if isinstance(criterion, FixedExitSpec) else None
     if asked is None:
         return None
-    names = ("damping", "max_iterations", "moving_average")
+    names = ["damping", "max_iterations", "moving_average"]
     _refuse(search, names, "but a fixed number of loops is no search; leave it out")
     return LoopCounts.of(asked)
 
 
-def _refuse(search: SearchOptions | None, names: tuple[str, ...], reason: str) -> None:
+def _refuse(search: SearchOptions | None, names: list[str], reason: str) -> None:
     """Raise ValueError where a call gives one of these options."""
     for name in names:
         if (given := getattr(search, name, None)) is not None:

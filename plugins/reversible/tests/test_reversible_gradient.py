@@ -122,6 +122,22 @@ def test_the_steps_start_at_the_result_of_the_search():
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 
 
+def test_steps_without_a_search_have_a_trace_and_refuse_options_without_effect():
+    tokens = torch.randint(0, 7, (3, 9))
+    ours = model_of(ReversibleGradientSpec(steps=4, search=False))
+    found = ours(tokens, trace=True).solution
+    expected = model_of(ib.UnrolledSpec(steps=4))(tokens, trace=True).solution
+    assert found.trace.shape == (4, 3)
+    torch.testing.assert_close(found.trace, expected.trace)
+    assert ours(tokens).solution.trace is None
+    for option in ({"max_iterations": 2}, {"damping": 0.5}, {"trajectory": (1, 2)}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} is "):
+            ours(tokens, **option)
+    layer = ib.FixedPoint(lambda z, x: 0.3 * torch.tanh(z) + x, gradient=ReversibleGradient(search=False))
+    with pytest.raises(ValueError, match="max_iterations is 2, but gradient ReversibleGradient"):
+        layer(torch.randn(2, 3), max_iterations=2)
+
+
 def test_the_gradient_after_a_search_equals_its_formula():
     torch.manual_seed(1)
     weight = (torch.randn(5, 5, dtype=torch.float64) / 5).requires_grad_()

@@ -8,6 +8,8 @@ Shape legend: B batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -49,7 +51,8 @@ class ReversibleGradient(GradientEstimator):
         max_error: maximum relative error of a row's reconstructed start.
 
     Raises:
-        ValueError: more steps than can be undone within ``max_error``.
+        ValueError: more steps than can be undone within ``max_error``; called without a search for a
+            trajectory.
 
     """
 
@@ -70,10 +73,16 @@ class ReversibleGradient(GradientEstimator):
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search if requested, then take the steps."""
+        if search.trajectory and not self.search:
+            raise ValueError(
+                f"trajectory is {search.trajectory}, but the reversible gradient keeps no iterates; leave it "
+                "out, or use search: true for those of the search"
+            )
         found = search(f, z0) if self.search else None
         start = z0 if found is None else found.z
         path = _Path(self, f, start, search.valid)
         previous = current = start.to(torch.float64)
+        trace: list[Tensor] = []
         for m in range(self.steps):
             path.current = current
             # The checkpoint captures only the path, so that the graph keeps no point alive.
@@ -81,14 +90,17 @@ class ReversibleGradient(GradientEstimator):
             with set_checkpoint_early_stop(False):
                 fz = checkpoint(path.call, m, use_reentrant=False)
             previous, current = current, step(previous, fz, self.damping)
+            if found is None and (search.trace or m == self.steps - 1):
+                point = previous.detach().to(start.dtype)
+                report = search.report(point, fz.detach(), iterations=self.steps)
+                trace.append(report.finest_residual)
         path.arrive(previous, current)
         value = current.to(start.dtype)
         if value.requires_grad:
             value.register_hook(_refuse_graph)
-        if found is not None:
-            return found.with_value(value, adjoint=path.adjoint)
-        report = search.report(previous.detach().to(start.dtype), fz.detach(), iterations=self.steps)
-        return report.with_value(value, adjoint=path.adjoint)
+        if found is None:
+            found = replace(report, trace=torch.stack(trace) if search.trace else None)
+        return found.with_value(value, adjoint=path.adjoint)
 
 
 def _refuse_graph(gradient: Tensor) -> None:
