@@ -28,7 +28,9 @@ class Unrolled(GradientEstimator):
     it to begin training, then an estimator that trains the fixed point.
 
     There is no search: windows and a moving average have no effect, and the stopping rule only decides
-    whether the solution is reported as converged.
+    whether the solution is reported as converged. Calls without gradients search, as with every estimator;
+    their value differs unless the steps reach the fixed point. The option ``loops`` of a model takes as many
+    undamped steps without gradients.
 
     Calls of ``f``: ``steps``. The reported residual is measured at the last of them. Rows that have diverged
     keep their start, without a gradient; the others are then unrolled once more without them, since the

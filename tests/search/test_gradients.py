@@ -278,3 +278,17 @@ def test_a_map_without_parameters_has_no_adjoint_and_other_gradients_remain():
     (solution.z.sum() + other.sum()).backward()
     assert other.grad.eq(1).all()
     assert solution.adjoint.solution is None
+
+
+def test_the_unrolled_gradient_searches_without_gradients_only():
+    f, _, x = problem()
+    layer = ib.FixedPoint(f, gradient=ib.Unrolled(steps=3), stopping=TIGHT)
+    steps = layer(x)
+    assert steps.iterations.tolist() == [3] * ROWS
+    with pytest.raises(ValueError, match=r"max_iterations is 2, but gradient Unrolled.* own number of steps"):
+        layer(x, max_iterations=2)
+    with torch.no_grad():
+        assert layer(x).converged.all()
+        assert layer(x, max_iterations=2).iterations.tolist() == [2] * ROWS
+    assert not steps.converged.any()
+    assert "Calls without gradients search" in ib.Unrolled.__doc__
