@@ -6,11 +6,13 @@ from implicit_blocks.describing.equations import loops_of
 from implicit_blocks.gradients import LastLoopsSpec
 from implicit_blocks.models.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
+from trainer.data.token_folder import check_tokens, open_tokens, validation_folder
 from trainer.estimate.division import estimate_communication
 from trainer.estimate.memory import GPU_BYTES, decoding_state, estimate_memory, resolve_layout
 from trainer.reporting.display import duration, magnitude
 from trainer.run.init_from import find_start
 from trainer.run.length import resolve_epochs
+from trainer.specs.data import DataSpec, MixtureSpec, StreamSpec, TokensSpec
 from trainer.specs.run import Phase, RunSpec
 
 
@@ -25,8 +27,8 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
             ``bounded=20000,free=9000``.
 
     Raises:
-        ValueError: the data cannot be read, the layout is impossible with these ranks, or a rate is not a
-            positive number or lacks a phase.
+        ValueError: the data cannot be read, an evaluation is longer than the held-out text, the layout is
+            impossible with these ranks, or a rate is not a positive number or lacks a phase.
 
     """
     epochs, spec = spec.training.epochs, resolve_epochs(spec)
@@ -74,7 +76,9 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
     if rates:
         whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
     lines += _section("whole run", whole)
-    evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.seq_len).lengths))}"
+    lengths = spec.evaluation.at(spec.data.seq_len).lengths
+    _check_held_out(spec.data, length=max(lengths), vocab_size=vocab_size)
+    evaluated = f"lengths {', '.join(map(str, lengths))}"
     if spec.evaluation.identity_probabilities:
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
     evaluation = [f"{evaluated}; {spec.evaluation.sequences} sequences each", *_evaluation_search(spec)]
@@ -85,6 +89,18 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
 
 def _section(title: str, lines: list[str]) -> list[str]:
     return [f"  {title if number == 0 else '':<16}{line}" for number, line in enumerate(lines)]
+
+
+def _check_held_out(data: DataSpec, *, length: int, vocab_size: int | None) -> None:
+    """Reject held-out text that is too short for an evaluation of this length, as the run does."""
+    for source in data.sources if isinstance(data, MixtureSpec) else ():
+        _check_held_out(source.data, length=length, vocab_size=vocab_size)
+    if isinstance(data, TokensSpec | StreamSpec):
+        path = data.path if isinstance(data, TokensSpec) else data.validation_path
+        held_out = None if path is None else validation_folder(path, data.validation_path)
+        if held_out is not None:
+            tokens = open_tokens(held_out, dtype=getattr(data, "dtype", None))
+            check_tokens(tokens, length=length, vocab_size=vocab_size, documents=data.documents)
 
 
 def _parameters(model: ModelSpec) -> list[str]:

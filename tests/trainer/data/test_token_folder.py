@@ -158,7 +158,14 @@ def test_a_vocabulary_that_is_too_small(tokens: Path, capsys: Capture) -> None:
 
 
 def test_a_dry_run_describes_the_tokens(tokens: Path, capsys: Capture) -> None:
-    run = ["--spec", "books_10m", f"data.path={tokens}", "data.seq_len=16", "training.max_tokens=null"]
+    run = [
+        "--spec",
+        "books_10m",
+        f"data.path={tokens}",
+        "data.seq_len=16",
+        "evaluation.lengths=[16]",
+        "training.max_tokens=null",
+    ]
     settings = ["training.max_steps=10", "training.batch_size=48", "data.documents=reset"]
     assert main([*run, *settings, "--dry-run"]) == 0
     message = capsys.readouterr().out
@@ -168,6 +175,32 @@ def test_a_dry_run_describes_the_tokens(tokens: Path, capsys: Capture) -> None:
     assert f"the run takes {epochs:.2f} epochs" in message
     assert "10 documents in 1 file of" in message
     assert "documents are separated" in message
+
+
+@pytest.mark.parametrize("kind", ["tokens", "stream", "mixture"])
+def test_a_dry_run_rejects_evaluations_longer_than_the_held_out_text(
+    kind: str, tmp_path: Path, tokens: Path, capsys: Capture
+) -> None:
+    text = f"{{kind: tokens, path: {tokens}, seq_len: 16}}"
+    data = {
+        "tokens": text,
+        "stream": f"{{kind: stream, dataset: none, tokenizer: bytes, validation_path: {tokens}}}",
+        "mixture": f"{{kind: mixture, seq_len: 16, sources: [{{weight: 1, data: {text}}}]}}",
+    }
+    path, held_out = tmp_path / "spec.yaml", tokens / "validation"
+    path.write_text(
+        "model: {kind: explicit_lm, vocab_size: 257, d_model: 16, n_layers: 1, "
+        "mixer: {kind: attention, n_heads: 2}}\n"
+        "training: {max_steps: 5, batch_size: 4, optimizer: {kind: adamw, learning_rate: 1.0e-3}}\n"
+        f"data: {data[kind]}\n"
+    )
+    assert main(["--spec", str(path), "--dry-run", "evaluation.lengths=[16]"]) == 0
+    capsys.readouterr()
+    assert main(["--spec", str(path), "--dry-run", "evaluation.lengths=[16, 9000]"]) == 2
+    message = capsys.readouterr().err
+    found = f"{held_out} has {open_tokens(held_out).tokens} tokens, too few for one sample of length 9000"
+    assert found in message
+    assert "reduce the length" in message
 
 
 def test_a_run_is_not_resumed_on_other_tokens(tmp_path: Path, tokens: Path, capsys: Capture) -> None:
