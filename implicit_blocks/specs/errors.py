@@ -133,7 +133,7 @@ def _message(details: Mapping[str, Any]) -> str:
         case "missing":
             return "is missing; add it"
         case "tuple_type" | "list_type":  # YAML's terms instead of Python's
-            example = "[]" if details["input"] is None else "[32, 64]"
+            example = "[]" if details["input"] is None else f"[{shown(details['input'], limit=60)}]"
             return f"should be a list such as {example}; got {shown(details['input'])}"
         case "dict_type" | "model_type" | "model_attributes_type":
             return f"should be a mapping such as {{key: value}}; got {shown(details['input'])}"

@@ -238,7 +238,12 @@ class TestErrors:
             (
                 "phases:",
                 "evaluation: {lengths: 32}\nphases:",
-                "x.yaml:12:23: evaluation.lengths: should be a list such as [32, 64]; got 32",
+                "x.yaml:12:23: evaluation.lengths: should be a list such as [32]; got 32",
+            ),
+            (
+                "phases:",
+                "callbacks: {kind: wandb}\nphases:",
+                "x.yaml:12:12: callbacks: should be a list such as [{'kind': 'wandb'}]; got {'kind'",
             ),
             (
                 "phases:",
