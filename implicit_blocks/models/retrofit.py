@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from implicit_blocks.scalings import DeepNormSpec
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 
 if TYPE_CHECKING:
@@ -61,8 +62,11 @@ def retrofit_spec(spec: Any, first: int, stop: int, *, gate_init: float | None =
     """
     _check(spec, first, stop)
     kept = spec.model_fields_set - {"kind", "layers", "n_layers", "core_norm"}
+    fields = {name: getattr(spec, name) for name in kept}
+    if isinstance(scaling := spec.residual_scaling, DeepNormSpec):  # α of a stack depends on its depth
+        fields["residual_scaling"] = DeepNormSpec(alpha=scaling.factor(spec.n_layers))
     return ImplicitLMSpec(
-        **{name: getattr(spec, name) for name in kept}
+        **fields
         | _stack(spec, first, stop)
         | ({"prelude": _stack(spec, 0, first)} if first > 0 else {})
         | ({"coda": _stack(spec, stop, spec.n_layers)} if stop < spec.n_layers else {})

@@ -83,6 +83,10 @@ class DeepNormSpec(ScalingSpec):
     alpha: PositiveFloat | None = None
     """Factor of the stream; null: ``(2 · n_layers)^(1/4)``, as for decoders."""
 
+    def factor(self, n_layers: int) -> float:
+        """Return α of a stack of this many layers."""
+        return (2.0 * n_layers) ** 0.25 if self.alpha is None else self.alpha
+
 
 if not TYPE_CHECKING:
     __getattr__ = names_of_components(

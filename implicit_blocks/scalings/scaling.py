@@ -119,7 +119,7 @@ class DeepNorm(Scaling):
 
     def __init__(self, spec: DeepNormSpec, *, d_model: int, n_layers: int) -> None:
         super().__init__(spec, d_model=d_model, n_layers=n_layers)
-        self.alpha = (2 * n_layers) ** 0.25 if spec.alpha is None else spec.alpha
+        self.alpha = spec.factor(n_layers)
 
     def forward(self, stream_BLD: Tensor, branch_BLD: Tensor) -> Tensor:
         """Return the scaled stream after the branch, (B, L, D)."""

@@ -70,6 +70,24 @@ def test_the_sandwich_has_the_original_s_logits_at_any_number_of_loops(first, st
     torch.testing.assert_close(logits_of(sandwich.train(), ids), expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("scaling", ["layer_scale", "bounded_gate", "deepnorm"])
+def test_scaled_branches_keep_their_function(scaling, ids):
+    """The default factor of DeepNorm depends on the number of layers, which differs between the stacks."""
+    torch.manual_seed(0)
+    fields = {"vocab_size": 61, "d_model": 16, "n_layers": 6, "embedding_std": 1.0}
+    layers = {"mixer": ib.AttentionSpec(n_heads=2), "residual_scaling": {"kind": scaling}}
+    original = ib.build(ib.ExplicitLMSpec(**fields, **layers)).double().eval()
+    with torch.no_grad():
+        for name, parameter in original.named_parameters():
+            if name.endswith("gamma"):
+                parameter.normal_()
+    spec, state = retrofit(original.spec, original.state_dict(), 1, 3)
+    sandwich = ib.build(spec).double().eval()
+    sandwich.load_state_dict(state)
+    for loops in (1, 3):
+        torch.testing.assert_close(logits_of(sandwich, ids, loops=loops), logits_of(original, ids))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_gate_has_the_type_of_the_weights(dtype, original, tmp_path):
     model, _ = original

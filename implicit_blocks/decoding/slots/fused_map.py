@@ -100,8 +100,7 @@ def _obstacle(model: LanguageModel, name: str, stack: Stack, states: Sequence[Sl
 
 
 def _plain_linears(part: nn.Module) -> bool:
-    projections = [child for name, child in part.named_children() if name.endswith("_proj")]
-    return all(isinstance(layer, Linear) for layer in projections)
+    return all(isinstance(layer, Linear) for name, layer in part.named_children() if name.endswith("_proj"))
 
 
 class FusedStack:
@@ -125,13 +124,8 @@ class FusedStack:
         self.norm, self.weights = stack.norm, weights
         self.layers: list[FusedLayer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        mlps = [block.mlp for block in stack.blocks()]
-        both = [
-            weights.fuse(mlp.gate_proj, mlp.up_proj)
-            if isinstance(mlp, SwiGLU) and quantized is None
-            else None
-            for mlp in mlps
-        ]
+        mlps = [block.mlp if quantized is None else None for block in stack.blocks()]
+        both = [weights.fuse(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) else None for mlp in mlps]
         with weights.activate():
             for block, state, gate_up in zip(stack.blocks(), states, both, strict=True):
                 mixer: FusedMamba2 | FusedAttention
@@ -144,10 +138,8 @@ class FusedStack:
                     rotations = _tables(block.mixer, tables, max_seq_len, state)
                     mixer = FusedAttention(block.mixer, state, rotations, quantized=quantized)
                 self.layers.append(FusedLayer(block, mixer, gate_up, quantized=quantized))
-        recurrent = (
-            [] if quantized is not None else [state for state in states if isinstance(state, Mamba2Slots)]
-        )
-        self.entries = _side_by_side(recurrent)
+        recurrent = [state for state in states if isinstance(state, Mamba2Slots)]
+        self.entries = _side_by_side(recurrent) if quantized is None else None
 
     def core(self, z_RD: Tensor, step: FusedStep) -> Tensor:
         """Return the output of the layers, after the stack's norm."""
