@@ -93,8 +93,8 @@ class Block(nn.Module):
     @property
     def scales_branches(self) -> bool:
         """Whether the layer has pre-norms and adds its branches to the stream, with a factor or without."""
-        scalings = (self.mixer_scaling, self.mlp_scaling)
-        return self.norm_placement == "pre" and all(isinstance(one, BranchFactor | None) for one in scalings)
+        used = [one for one in (self.mixer_scaling, self.mlp_scaling) if one is not None]
+        return self.norm_placement == "pre" and all(type(one).forward is BranchFactor.forward for one in used)
 
     def forward(self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext) -> Stream:
         """Return the residual stream after the layer."""

@@ -9,6 +9,7 @@ import implicit_blocks as ib
 from implicit_blocks import registry
 from implicit_blocks.decoding.slots.fused_layers import Matrix
 from implicit_blocks.ops.quantization import eight_bits
+from implicit_blocks.scalings.scaling import BoundedGate, DeepNorm, LayerScale
 from implicit_blocks.specs import Spec, SpecError
 from implicit_blocks.testing import SCALING_CONTRACTS
 
@@ -100,6 +101,27 @@ def test_factors_of_a_branch_may_be_part_of_the_weights_that_compute_it(name, dt
     expected = scaling(STREAM, torch.nn.functional.linear(x, weight, bias))
     found = STREAM + torch.nn.functional.linear(x, wide, matrix.bias)
     torch.testing.assert_close(found, expected, atol=1e-6 if dtype is None else 0.1, rtol=1e-6)
+
+
+class Clipped(LayerScale):
+    """A kind derived from one with factors that adds its branches in another way."""
+
+    def forward(self, stream_BLD, branch_BLD):
+        return stream_BLD + (self.factor * branch_BLD).clamp(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(None, True), (LayerScale, True), (BoundedGate, True), (DeepNorm, False), (Clipped, False)],
+)
+def test_only_layers_whose_scalings_are_factors_scale_their_branches(kind, expected):
+    """The weights of a branch cannot contain what a kind of its own does to the product."""
+    spec = ib.ExplicitLMSpec(vocab_size=5, d_model=4, n_layers=1, mixer=ib.AttentionSpec(n_heads=1))
+    block = ib.build(spec).backbone.blocks()[0]
+    if kind is not None:
+        specs = {BoundedGate: "bounded-gate", DeepNorm: "deepnorm"}
+        block.mixer_scaling = kind(SCALINGS[specs.get(kind, "layer-scale")], d_model=4, n_layers=1)
+    assert block.scales_branches == expected
 
 
 def test_only_the_scaling_none_is_declared_plain():
