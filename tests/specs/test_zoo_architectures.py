@@ -35,7 +35,6 @@ SANDWICHES = [f"sandwich_{name}" for name in ("llama_130m", "llama_1.3b", "mamba
 BOOKS = [
     f"books_5m_{name}" for name in ("residual", "mamba2_residual", "attractor", "parcae", "huginn", "ouro")
 ]
-BOOKS += ["books_8m_residual"]
 
 
 def tokens_per_step(spec: Any) -> int:
@@ -145,7 +144,9 @@ def test_explicit_twins_have_the_same_layers_data_and_recipe(name: str) -> None:
     tuned = {"max_steps": True, "max_tokens": True, "ema": True, "optimizer": {"weight_decay"}}
     exclude = tuned if "residual" in name else {}  # these are tuned on each side
     assert spec.training.model_dump(exclude=exclude) == twin.training.model_dump(exclude=exclude)
-    assert spec.model.stacks == twin.model.stacks
+    layers, others = ([stack.layers for stack in one.model.stacks.values()] for one in (spec, twin))
+    assert layers == others
+    assert "residual" in name or spec.model.stacks == twin.model.stacks  # each side chose gates or none
     assert twin.model.kind == "explicit_lm"
 
 
@@ -156,9 +157,10 @@ def test_book_variants_share_data_steps_and_size(name: str) -> None:
     assert counts is not None
     assert counts.total is not None
     assert 5e6 < counts.total < 10e6
-    assert spec.model.d_model == 256
+    mamba2 = "mamba2" in name
+    assert spec.model.d_model == (320 if mamba2 else 256)
     assert tokens_per_step(spec) == 8192
-    assert not spec.model.weight_norm
+    assert spec.model.weight_norm == mamba2
 
 
 @pytest.mark.parametrize("name", [name for name in BOOKS if "ouro" not in name])
@@ -170,82 +172,47 @@ def test_book_variants_search_in_evaluation_and_can_take_the_loops_of_training(n
     assert fixed.at_evaluation.fixed_loops == 3
 
 
-def measured_with_stages() -> dict[str, Any]:
-    """Return the reported recipe of Llama with gates and a number of loops that grows in stages."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks/results/equal_compute_averaged_gates.json"
+def recipe_of(file: str, side: str, **fields: Any) -> dict[str, Any]:
+    """Return the reported recipe of a side in a result file, with these fields."""
+    path = Path(__file__).resolve().parents[2] / f"benchmarks/results/equal_compute_{file}.json"
     recipes = [run["recipe"] for run in json.loads(path.read_text(encoding="utf-8"))["runs"]]
-    (found,) = (recipe for recipe in recipes if recipe["loops"] == 4 and recipe["seed"] == 1)
-    return {**found, "average": 0.997}
+    (found,) = (
+        recipe
+        for recipe in recipes
+        if recipe["seed"] == 1
+        and bool(recipe["loops"]) == (side == "implicit")
+        and fields.items() <= recipe.items()
+    )
+    return found
 
 
-MAMBA2 = {"family": "mamba2", "learning_rate": 4e-3, "weight_decay": 2.0, "petaflops": 0.82}
-SHALLOW = {
-    **MAMBA2,
-    "learning_rate": 2e-3,
-    "petaflops": 1.83,
-    "width": 320,
-    "weight_norm": True,
-    "average": 0.998,
-}
 MEASURED = {
-    "books_5m_residual": {
-        "family": "llama",
-        "layers": (1, 2, 1),
-        "loops": 3,
-        "weight_decay": 1.5,
-        "petaflops": 1.83,
-        "average": 0.997,
-        "residual_weight": 1.0,
-    },
-    "books_5m_residual_explicit": {
-        "family": "llama",
-        "layers": (0, 4, 0),
-        "weight_decay": 1.5,
-        "petaflops": 1.83,
-        "average": 0.999,
-    },
-    "books_8m_residual": {"family": "llama", "layers": (2, 4, 2), "loops": 4, "weight_decay": 1.5},
-    "books_8m_residual_explicit": {"family": "llama", "layers": (0, 8, 0), "weight_decay": 1.5},
-    "books_5m_mamba2_residual": {
-        **MAMBA2,
-        "layers": (3, 2, 3),
-        "loops": 3,
-        "loops_from": 0.5,
-        "average": 0.995,
-    },
-    "books_5m_mamba2_residual_explicit": {**MAMBA2, "layers": (0, 8, 0), "average": 0.998},
-    "books_5m_mamba2_residual_shallow": {**SHALLOW, "layers": (1, 2, 1), "loops": 3, "loops_from": 0.5},
-    "books_5m_mamba2_residual_shallow_explicit": {**SHALLOW, "layers": (0, 4, 0)},
+    "books_5m_residual": recipe_of("averaged_gates", "implicit", loops=4),
+    "books_5m_residual_explicit": recipe_of("ablations", "explicit", layers=[0, 4, 0]),
+    "books_5m_mamba2_residual": recipe_of("averaged_mamba2_stages", "implicit"),
+    "books_5m_mamba2_residual_explicit": recipe_of("averaged_mamba2_third_text", "explicit"),
 }
-STAGES = "books_5m_residual_stages"
 
 
-@pytest.mark.parametrize("name", [*MEASURED, STAGES])
+@pytest.mark.parametrize("name", MEASURED)
 def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_compute(name: str) -> None:
-    fields: dict[str, Any] = {
-        "learning_rate": 2e-3,
-        "petaflops": 3.0,
-        **(MEASURED.get(name) or measured_with_stages()),
-    }
-    if fields.get("loops") and name != STAGES:
-        fields |= {"end_loops": 8, "end_from": 0.8}
-    if fields.get("loops") == 4 and name != STAGES:
-        fields |= {"loops_from": 0.75, "gradient_loops": 2}
-    measured: Any = spec_of(Recipe(**fields), Path("tokens"))
+    measured: Any = spec_of(Recipe.of(MEASURED[name]), Path("tokens"))
     spec: Any = load_spec(name)
     stacks, others = (one.model.stacks for one in (spec, measured))
     assert [layer for stack in stacks.values() for layer in stack.layers] == [
         layer for stack in others.values() for layer in stack.layers
     ]
-    assert not fields.get("loops") or stacks == others
+    assert spec.model.kind == measured.model.kind
     assert (spec.model.d_model, spec.model.vocab_size) == (measured.model.d_model, measured.model.vocab_size)
+    assert spec.model.residual_scaling == measured.model.residual_scaling
     assert spec.total_tokens == pytest.approx(measured.total_tokens, rel=0.01)
     assert spec.training.optimizer == measured.training.optimizer
     assert spec.schedule_spec() == measured.schedule_spec()
-    assert (spec.training.ema and spec.training.ema.decay) == fields.get("average")
+    assert spec.training.ema.decay == (0.997 if name == "books_5m_residual" else 0.998)
     assert spec.training.max_grad_norm == measured.training.max_grad_norm
     assert spec.model.weight_norm == measured.model.weight_norm
-    if fields.get("loops"):
+    if spec.model.kind == "implicit_lm":
+        assert stacks == others
         assert spec.model.injection == measured.model.injection
         ours, theirs = (
             [
@@ -258,9 +225,8 @@ def test_residual_models_on_repeated_text_are_those_that_were_measured_at_equal_
         assert [phase[0] for phase in ours] == pytest.approx([phase[0] for phase in theirs], abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["books_8m_residual", "sandwich_llama_130m"])
-def test_late_loops_begin_after_three_quarters_of_the_steps(name: str) -> None:
-    spec: Any = load_spec(name)
+def test_late_loops_begin_after_three_quarters_of_the_steps() -> None:
+    spec: Any = load_spec("sandwich_llama_130m")
     one, four = spec.phase_specs()[:2]
     assert (one.model.depth.loops, four.model.depth.loops, four.model.gradient.loops) == (1, 4, 2)
     assert one.last_step / spec.total_steps == pytest.approx(0.75, abs=1e-3)
