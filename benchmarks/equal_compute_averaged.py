@@ -1,6 +1,6 @@
 """Tables of the comparison at equal compute, with averaged weights.
 
-    python benchmarks/equal_compute_averaged.py [--picture FILE]
+    python benchmarks/equal_compute_averaged.py [--picture FILE] [--others FILE]
 
 Runs with seed 0 chose the recipes; the others are reported. Of the last and the averaged weights each run has
 those that are best on the text of the choice. The summary and the table of convergence are in
@@ -31,11 +31,15 @@ from equal_compute_parts import (
     GROUPS,
     HALF,
     LONG,
+    MAIN,
     MORE,
     ONE_MODEL,
     OTHER,
+    OTHERS,
     RANDOM,
     SIZES,
+    STAGES,
+    THIRD,
 )
 from equal_compute_scaling import sentences, series
 from equal_compute_seeds import by_recipe, difference_of_runs, length_ratios, mean_perplexity
@@ -191,10 +195,10 @@ def several_seeds(part: str) -> list[Rows]:
 def pairs() -> Iterator[tuple[str, Rows, Rows]]:
     """Yield part, implicit and explicit recipe of what is compared over reported seeds.
 
-    The explicit recipes are the one of equally many parameters and the one of any size that are best on the
-    text of the choice, with all of the FLOPs or with half of them (`HALF`): a model that overfits needs
-    fewer passes. Those of other parts with the same text are among them (`BESIDE`). Recipes with one seed are
-    left out.
+    The explicit recipes are the one with the same layers (`twins`) and the one of any depth and width that
+    are best on the text of the choice, with all of the FLOPs or with half of them (`HALF`): a model that
+    overfits needs fewer passes. Those of other parts with the same text are among them (`BESIDE`). Recipes
+    with one seed are left out.
     """
     for part in FILES:
         known = several_seeds(part)
@@ -205,10 +209,15 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
             key=lambda one: mean_perplexity(one[1], "choice"),
         )
         for ours in (one for one in known if one[0].side == "implicit"):
-            size = ours[1][0]["parameters"]
-            equal = [one for one in explicit if abs(one[1][0]["parameters"] / size - 1) <= MARGIN]
-            for theirs in (*equal[:1], *(one for one in explicit[:1] if one not in equal)):
+            rivals = [one for one in explicit if one[0].optimizer == ours[0].optimizer]
+            same = [one for one in rivals if twins(ours[0], one[0])]
+            for theirs in (*same[:1], *(one for one in rivals[:1] if one not in same)):
                 yield part, ours, theirs
+
+
+def twins(ours: Recipe, theirs: Recipe) -> bool:
+    """Return whether two recipes have equally many layers of the same width."""
+    return (sum(ours.layers), ours.width) == (sum(theirs.layers), theirs.width)
 
 
 def single_seeds(part: str, optimizer: str) -> tuple[Rows, Rows] | None:
@@ -253,16 +262,16 @@ def compared() -> Iterator[tuple[str, str, Rows, Rows]]:
         elif (pair := single_seeds(part, optimizer)) is not None:
             own = [pair]
         for ours, theirs in own:
-            sizes = [rows[0]["parameters"] for _, rows in (ours, theirs)]
-            equal = abs(sizes[0] / sizes[1] - 1) <= MARGIN
-            yield ("c" if part == "once" else "a" if equal else "b"), part, ours, theirs
+            setting = "c" if "once" in part else "a" if twins(ours[0], theirs[0]) else "b"
+            yield setting, part, ours, theirs
 
 
-def summary_table() -> str:
-    """Return the summary: one row per family, setting and optimizer."""
+def summary_table(parts: Sequence[str]) -> str:
+    """Return the summary of parts: one row per part, setting and optimizer."""
     head = ("model", "setting", "optimizer", "implicit", "explicit", "difference", "95 % interval", "seeds",
             "target", "reached")  # fmt: skip
-    rows = sorted(compared(), key=lambda one: (one[2][0].optimizer, one[0]))
+    found = (one for one in compared() if one[1] in parts)
+    rows = sorted(found, key=lambda one: (one[2][0].optimizer, one[0]))
     return markdown([head, *(_summary(*row) for row in rows)])
 
 
@@ -270,7 +279,7 @@ def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, penalty and weight norm of the implicit one, text and FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight else ""
-    words = (FOUR_LAYERS, "weight norm", GATES, ATTRACTOR, RANDOM, OTHER, LONG, MORE)
+    words = (FOUR_LAYERS, "weight norm", GATES, STAGES, ATTRACTOR, RANDOM, OTHER, THIRD, LONG, MORE)
     added = "".join(f", {name}" for name in words if name in part)
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
@@ -296,14 +305,15 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
     return tuple(minus(cell) for cell in cells)
 
 
-def convergence_table() -> str:
+def convergence_table(parts: Sequence[str]) -> str:
     """Return convergence and longer text of the implicit recipes of the summary in setting (a)."""
     lines: list[tuple[str, ...]] = [
         ("model", "optimizer", "tokens converged", "own residual", "at the fixed point", "8 times the length",
          "scaled", "missed")
     ]  # fmt: skip
     for _, part, (recipe, runs), _ in sorted(
-        (one for one in compared() if one[0] == "a"), key=lambda one: one[2][0].optimizer
+        (one for one in compared() if one[0] == "a" and one[1] in parts),
+        key=lambda one: one[2][0].optimizer,
     ):
         found = [one for one in map(at_fixed_point, runs) if one is not None]
         shares, changes = sorted(share for _, share in found), sorted(change for change, _ in found)
@@ -403,8 +413,10 @@ def tables() -> Iterator[tuple[str, str]]:
         seeds = [reported(own) for own in runs]
         if sum(map(len, seeds)) > 1:
             yield f"{title}: reported seeds", recipes_table(*seeds)
-    yield "summary", summary_table()
-    yield "convergence", convergence_table()
+    yield "summary", summary_table(MAIN)
+    yield "summary of other recipes", summary_table(OTHERS)
+    yield "convergence", convergence_table(MAIN)
+    yield "convergence of other recipes", convergence_table(OTHERS)
     everything = [run for part in FILES if part != ABLATED for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)
@@ -412,27 +424,27 @@ def tables() -> Iterator[tuple[str, str]]:
         yield "lines", statements
 
 
-def draw() -> Any:
-    """Return the picture: the differences of the summary in setting (a), with their 95 % intervals.
+def draw(parts: Sequence[str]) -> Any:
+    """Return a picture: differences of the summary in settings (a) and (b), with their 95 % intervals.
 
     Small markers are seeds, each beside the mean of the explicit model. Recipes with one seed are left out.
     """
     from trainer.reporting.pictures import BLUE, GREY, ORANGE, finish, new_figure
 
-    found = [row for row in compared() if row[0] == "a" and len(row[2][1]) > 1]
-    found.sort(key=lambda row: row[2][0].optimizer)
-    title = "Perplexity of implicit models beside explicit ones of their size, at equal compute"
+    found = [row for row in compared() if row[0] in "ab" and row[1] in parts and len(row[2][1]) > 1]
+    found.sort(key=lambda row: (row[0], row[2][0].optimizer))
+    title = "Perplexity of implicit models beside explicit ones, at equal compute"
     figure = new_figure(width=9, height=1.2 + 0.34 * len(found), title=title)
     axes = figure.subplots()
     labels = []
-    for place, (_, part, ours, theirs) in enumerate(found):
+    for place, (setting, part, ours, theirs) in enumerate(found):
         result = difference_of_runs(ours[1], theirs[1])
-        color = BLUE if ours[0].optimizer == "muon" else ORANGE
+        color = ORANGE if setting == "a" else BLUE
         axes.plot([100 * end for end in result["interval"]], [place, place], color=color, linewidth=2)
         axes.plot(100 * result["difference"], place, "o", color=color, markersize=8)
         seeds = [100 * (run["report"] / result["explicit"] - 1) for run in ours[1]]
         axes.plot(seeds, [place + 0.22] * len(seeds), "|", color=GREY, markersize=7)
-        labels.append(f"{_name(part, ours, theirs)}, {OPTIMIZERS[ours[0].optimizer]}")
+        labels.append(f"({setting}) {_name(part, ours, theirs)}, {OPTIMIZERS[ours[0].optimizer]}")
     axes.axvline(0, color=GREY, linewidth=1)
     axes.axvline(100 * TARGETS["a"], color=GREY, linewidth=1, linestyle="--")
     axes.set_yticks(range(len(labels)), labels)
@@ -445,13 +457,15 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the differences of the summary")
+    parser.add_argument("--others", type=Path, metavar="FILE", help="draw those of the other recipes")
     options = parser.parse_args()
     for title, text in tables():
         print(f"{title}\n\n{text}\n")
-    if options.picture is not None:
-        from trainer.reporting.pictures import write_picture
+    from trainer.reporting.pictures import write_picture
 
-        write_picture(draw(), options.picture)
+    for path, parts in ((options.picture, MAIN), (options.others, OTHERS)):
+        if path is not None:
+            write_picture(draw(parts), path)
 
 
 if __name__ == "__main__":

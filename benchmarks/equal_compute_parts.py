@@ -5,19 +5,27 @@ from __future__ import annotations
 LONG = "twice the FLOPs"
 MORE = "four times the FLOPs"
 """Ends of the names of parts whose runs have more FLOPs than their size and text would get."""
-OTHER = "other text"
+OTHER, THIRD = "other text", "third text"
 """In the names of parts that repeat another one on other text."""
 ATTRACTOR, RANDOM = "attractor", "random depth"
 """In the names of parts with another injection, and with a random number of loops."""
-GATES, FOUR_LAYERS = "gates", "4 layers"
-"""In the names of parts with bounded gates on the branches, and of Mamba2 with half as many layers."""
+GATES, STAGES, FOUR_LAYERS = "gates", "stages", "4 layers"
+"""In the names of parts with bounded gates on the branches, with a number of loops that grows in stages, and
+of Mamba2 with half as many layers."""
 NORMED = f"Llama, {OTHER}, weight norm, {LONG}"
 MAMBA2_NORMED = f"Mamba2, 10 M, weight norm, {LONG}"
-GATED = f"Llama, {GATES}, {OTHER}"
+GATED = f"Llama, {GATES}, {STAGES}, {OTHER}"
+GATED_THIRD = f"Llama, {GATES}, {STAGES}, {THIRD}"
+GATED_30M = f"Llama, 30 M, {GATES}, {STAGES}"
+GATED_MUON = f"Llama, Muon, {GATES}, {OTHER}"
 PENALIZED = f"Llama, {ATTRACTOR} with penalty, {OTHER}, {MORE}"
 MAMBA2_FOUR = f"Mamba2, {FOUR_LAYERS}, weight norm, {OTHER}"
+MAMBA2_STAGES = f"Mamba2, {FOUR_LAYERS}, {GATES}, {STAGES}, {OTHER}"
+MAMBA2_STAGES_THIRD = f"Mamba2, {FOUR_LAYERS}, {GATES}, {STAGES}, {THIRD}"
+MAMBA2_STAGES_10M = f"Mamba2, 10 M, {FOUR_LAYERS}, {GATES}, {STAGES}"
 MAMBA2_FOUR_LONG = f"{MAMBA2_FOUR}, {LONG}"
 MAMBA2_FOUR_10M = f"Mamba2, 10 M, {FOUR_LAYERS}, weight norm, {LONG}"
+ONCE, ONCE_GATED = "once", "once, gates"
 ABLATED = f"Llama, {OTHER}"
 """The part whose file also has single seeds of many other recipes, `equal_compute_ablations`."""
 FILES = {
@@ -28,6 +36,7 @@ FILES = {
     f"Llama, {LONG}": "equal_compute_averaged_longer",
     ABLATED: "equal_compute_ablations",
     GATED: "equal_compute_averaged_gates",
+    GATED_THIRD: "equal_compute_averaged_third_text",
     f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
     NORMED: "equal_compute_averaged_weight_norm",
     f"Llama, {OTHER}, {MORE}": "equal_compute_averaged_longest",
@@ -38,8 +47,10 @@ FILES = {
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
     "Llama, 30 M": "equal_compute_averaged_30m",
+    GATED_30M: "equal_compute_averaged_30m_stages",
     "Llama, Muon": "equal_compute_averaged_muon",
     f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
+    GATED_MUON: "equal_compute_averaged_muon_gates",
     "Mamba2": "equal_compute_averaged_mamba2",
     f"Mamba2, {LONG}": "equal_compute_averaged_mamba2_longer",
     f"Mamba2, 10 M, {LONG}": "equal_compute_averaged_mamba2_10m",
@@ -47,10 +58,14 @@ FILES = {
     MAMBA2_FOUR: "equal_compute_averaged_mamba2_four_layers",
     MAMBA2_FOUR_LONG: "equal_compute_averaged_mamba2_four_layers_longer",
     MAMBA2_FOUR_10M: "equal_compute_averaged_mamba2_four_layers_10m",
+    MAMBA2_STAGES: "equal_compute_averaged_mamba2_stages",
+    MAMBA2_STAGES_THIRD: "equal_compute_averaged_mamba2_third_text",
+    MAMBA2_STAGES_10M: "equal_compute_averaged_mamba2_stages_10m",
     f"Mamba2, {MORE}": "equal_compute_averaged_mamba2_longest",
     "Mamba2, longer averages": "equal_compute_averaged_mamba2_averages",
     "Mamba2, Muon": "equal_compute_averaged_mamba2_muon",
-    "once": "equal_compute_once_late",
+    ONCE: "equal_compute_once_late",
+    ONCE_GATED: "equal_compute_once_gates",
 }
 """Result files by part of the comparison."""
 HALF = {
@@ -67,6 +82,7 @@ BESIDE = {
     GATED: (ABLATED,),
     PENALIZED: (f"Llama, {OTHER}, {MORE}", f"Llama, {OTHER}, {LONG}"),
     NORMED: (f"Llama, {OTHER}, {LONG}",),
+    MAMBA2_STAGES: (MAMBA2_FOUR,),
     MAMBA2_NORMED: (f"Mamba2, 10 M, {LONG}",),
     f"Llama, {ATTRACTOR}, {OTHER}, {LONG}": (f"Llama, {OTHER}, {LONG}",),
     f"Llama, {ATTRACTOR}, {OTHER}, {MORE}": (f"Llama, {OTHER}, {MORE}", f"Llama, {OTHER}, {LONG}"),
@@ -77,11 +93,11 @@ parts whose implicit models alone were trained."""
 EDGES = (f"Mamba2, {MORE}", "Mamba2, longer averages")
 """Parts that the summary leaves out: they test the edges of others."""
 GROUPS = {
+    STAGES: (GATED, GATED_THIRD, MAMBA2_STAGES, MAMBA2_STAGES_THIRD, MAMBA2_STAGES_10M, GATED_30M),
     "Llama": ("Llama",),
     "more passes": ("Llama, penalty", f"Llama, {LONG}", f"Llama, 10 M, {LONG}"),
     OTHER: (
         ABLATED,
-        GATED,
         f"Llama, {OTHER}, {LONG}",
         f"Llama, {ATTRACTOR}, {OTHER}, {LONG}",
         f"Llama, {RANDOM}, {OTHER}, {LONG}",
@@ -92,12 +108,16 @@ GROUPS = {
     ),
     "sizes": ("Llama, 0.7 M", "Llama, 2 M", "Llama, 10 M", "Llama, 30 M"),
     "Mamba2": ("Mamba2", f"Mamba2, {LONG}", f"Mamba2, {MORE}"),
-    "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", "Mamba2, Muon"),
+    "Muon": ("Llama, Muon", f"Llama, Muon, {LONG}", GATED_MUON, "Mamba2, Muon"),
     "Mamba2, 10 M": (f"Mamba2, 10 M, {LONG}", MAMBA2_NORMED),
     f"Mamba2, {FOUR_LAYERS}": (MAMBA2_FOUR, MAMBA2_FOUR_LONG, MAMBA2_FOUR_10M),
-    "once": ("once",),
+    ONCE: (ONCE,),
+    ONCE_GATED: (ONCE_GATED,),
 }
 """Parts whose recipes share a table."""
+MAIN = (*GROUPS[STAGES], ONCE_GATED)
+OTHERS = [part for part in FILES if part not in MAIN]
+"""Parts of the summary in docs/equal_compute.md, and of the other one in docs/equal_compute_tables.md."""
 ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
 """Groups whose choice was between recipes of one model of each side, which the page has in words."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
@@ -118,6 +138,7 @@ CHANGES = {
     "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}": "gates of at most 0.75",
     "model.residual_scaling={kind: layer_scale, init: 0.25}": "branches scaled by 0.25",
     "model.depth={kind: uniform, low: 1, high: 5}": "random depth of 1 to 5",
+    "model.depth={kind: uniform, low: 1, high: 2}": "random depth of 1 or 2",
     stages(1, 2, 3, 4, penalty=4.0): "in stages of 1 to 4 loops, penalty 4",
 }
 """Changes of a run's spec in the words of the tables."""

@@ -322,9 +322,22 @@ def language_models():
             other["explicit", 4],
         ),
         (
-            f"{size}, Llama 5M on another text, gates and stages, 1.83 PFLOP",
+            f"{size}, Llama 5M, gates and stages, 1.83 PFLOP",
             averaged_seeds("averaged_gates")["implicit", 4],
             plain["explicit", 4],
+        ),
+        (
+            f"{size}, Mamba2 5M, gates and stages, 1.83 PFLOP",
+            averaged_seeds("averaged_mamba2_stages")["implicit", 4],
+            four["explicit", 4],
+        ),
+        *(
+            (f"{size}, {name}", *(averaged_seeds(part)[side, 4] for side in ("implicit", "explicit")))
+            for name, part in (
+                ("Llama 5M, gates and stages, third text, 1.83 PFLOP", "averaged_third_text"),
+                ("Mamba2 5M, gates and stages, third text, 1.83 PFLOP", "averaged_mamba2_third_text"),
+                ("Mamba2 11M, gates and stages, 7.5 PFLOP", "averaged_mamba2_stages_10m"),
+            )
         ),
         (f"{size}, Mamba2 5M, 4 layers, 1.83 PFLOP", four["implicit", 4], four["explicit", 4]),
         (f"{size}, Llama 10M, 13 PFLOP", wide["implicit", 4], wide["explicit", 4]),
