@@ -53,7 +53,7 @@ def test_the_headline(half: dict[str, Any], leads: Any) -> None:
     assert "Every implicit seed is below every explicit one" in MAIN
     text = f"Llama, 5.3 M parameters: {below(found[GATED])} % below on the other text (95 % interval: "
     text = f"{text}{interval(found[GATED])}), on which the recipe was chosen, and {below(found[THIRD])} %"
-    assert f"{text} below on a third text ({interval(found[THIRD])})" in MAIN
+    assert f"{text} below on the third text ({interval(found[THIRD])})" in MAIN
     assert f"29.9 M parameters: {below(found[LARGE])} % below, with one seed of each side" in MAIN
     assert found[LARGE]["seeds"] == [1, 1]
     text = f"5.5 M parameters in 4 layers: {below(found[SMALL])} % below on the other text"
