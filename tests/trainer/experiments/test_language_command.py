@@ -139,6 +139,14 @@ def test_each_side_of_the_default_models_has_its_tuned_recipe(tokens, name):
         assert plans[kind].model == tuned.model
 
 
+@pytest.mark.parametrize("name", ["books_5m_residual", "books_5m_mamba2_residual"])
+def test_settings_of_the_search_are_ignored_by_explicit_twins_with_their_own_spec(tokens, name):
+    settings = Settings(laptop=True, changes=("model.depth.loops=3",))
+    plans = {label["kind"]: spec for label, spec in _plans(name, tokens, settings, True)}
+    assert [plan.model.kind for plan in plans.values()] == ["implicit_lm", "explicit_lm"]
+    assert {plan.model.d_model for plan in plans.values()} == {64}
+
+
 def test_the_first_spec_trains_every_share_with_every_seed(tokens):
     settings = Settings(seeds=(0, 1), bounded=(0.7, 0.8), changes=tuple(NARROW))
     plans = [(label["run"], spec) for label, spec in _plans("books_5m_mamba2", tokens, settings, True)]

@@ -61,12 +61,11 @@ def run_spec(name: str, overrides: Iterable[str] = ()) -> RunSpec:
 def explicit_twin(name: str, overrides: Iterable[str] = (), *, n_layers: int | None = None) -> RunSpec:
     """Return the run of the explicit twin of a run's model, optionally with another number of layers.
 
-    Overrides of the gradient, the search and the phases are ignored by the twin.
+    Overrides of the gradient, the search and the phases are ignored by the twin, which may be a spec itself.
     """
-    model: dict[str, Any] = {"kind": "explicit_lm"}
-    if n_layers is not None:
-        model["n_layers"] = n_layers
-    tree = merge_runs(resolve(name, list(overrides)), {"model": model})
+    model: dict[str, Any] = {"kind": "explicit_lm"} | ({} if n_layers is None else {"n_layers": n_layers})
+    implicit = "model.kind=implicit_lm"  # it has all fields that overrides may name
+    tree = merge_runs(resolve(name, [implicit, *overrides]), {"model": model})
     try:
         return validate(RunSpec, tree)
     except ValidationError as error:
