@@ -62,6 +62,23 @@ def test_twins_are_trained_and_measured(tokens, tmp_path, capsys):
     assert "books_5m_mamba2-explicit-0" in capsys.readouterr().out
 
 
+def test_the_loops_of_models_with_a_fixed_number_are_varied(tokens, tmp_path):
+    (tmp_path / "looped.yaml").write_text(
+        "extends: books_5m_mamba2\nphases: []\n"
+        "model: {depth: {kind: fixed, loops: 2}, gradient: {kind: last_loops}, "
+        "at_evaluation: {exit: {kind: fixed, loops: 2}}}\n"
+    )
+    folder = tmp_path / "out"
+    arguments = ["language", "--data", str(tokens), "--specs", str(tmp_path / "looped.yaml"), "--bounded"]
+    arguments += ["--self-iterations", "1", "3", "--multiples", "1", "--sequences", "4"]
+    arguments += ["--evaluations", "1", "--device", "cpu", "--output", str(folder)]
+    arguments += ["--set", *NARROW, f"data.validation_path={tokens}"]
+    assert main(arguments) == 0
+    compute = json.loads((folder / "language.json").read_text())["runs"][0]["test_time_compute"]
+    assert [entry["iterations_max"] for entry in compute] == [1, 3]
+    assert compute[0]["loss"] != compute[1]["loss"]
+
+
 def test_without_other_shares_the_plot_shows_the_lead():
     def run(kind, perplexities, seed=0):
         curve = [

@@ -209,8 +209,9 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
     spec, summary = finished.spec, finished.summary
     data, model = data_of(spec), load_model(finished, device)
 
-    def perplexity(length: int, sequences: int | None) -> dict[str, Any]:
-        return _evaluated(model, evaluation_set(spec, data, length, sequences or 10**9), spec, device)
+    def perplexity(length: int, sequences: int | None, **search: int) -> dict[str, Any]:
+        whole = evaluation_set(spec, data, length, sequences or 10**9)
+        return _evaluated(model, whole, spec, device, search=search)
 
     length, sequences = spec.data.seq_len, settings.sequences
     lengths = [
@@ -219,11 +220,9 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
     ]
     compute = []
     if isinstance(model, ImplicitLM):
-        whole = model.spec
+        limit = "loops" if model.spec.at_evaluation.exit.kind == "fixed" else "max_iterations"
         for most in settings.self_iterations:
-            model.reconfigure(_with_iterations(whole, most))
-            compute.append({"self_iterations": most, **perplexity(length, sequences)})
-        model.reconfigure(whole)
+            compute.append({"self_iterations": most, **perplexity(length, sequences, **{limit: most})})
     return {
         "parameters": summary["parameters"],
         "steps": summary["steps"],
@@ -236,15 +235,13 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
     }
 
 
-def _with_iterations(spec: Any, most: int) -> Any:
-    stopping = spec.at_evaluation.stopping.model_copy(update={"max_iterations": most})
-    return spec.model_copy(
-        update={"at_evaluation": spec.at_evaluation.model_copy(update={"stopping": stopping})}
-    )
-
-
 def _evaluated(
-    model: torch.nn.Module, one: EvaluationSet, spec: RunSpec, device: torch.device
+    model: torch.nn.Module,
+    one: EvaluationSet,
+    spec: RunSpec,
+    device: torch.device,
+    *,
+    search: Mapping[str, int],
 ) -> dict[str, Any]:
     short = spec.data.seq_len
     (result,) = evaluate(
@@ -254,6 +251,7 @@ def _evaluated(
         precision=spec.training.precision,
         batch_size=max(1, spec.evaluation.batch_size * short // one.length),
         last_tokens=spec.evaluation.last_tokens,
+        search=search,
     )
     row = result.as_row(by_position=one.length == short and result.search is not None)
     keys = ("length", "sequences", "loss", "perplexity", "iterations", "iterations_max", "residual")
