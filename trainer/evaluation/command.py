@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory of lm-eval YAML files whose names --tasks then knows",
     )
-    add("--limit", type=_positive, metavar="N", help="only the first N items of each task")
+    add("--limit", type=_positive, metavar="N", help="only the first N items per task, sequences per length")
     add("--batch-size", type=_positive, default=16, metavar="N", help="sequences per forward pass (16)")
     add(
         "--self-iterations",
@@ -226,10 +226,10 @@ def _prepare(options: argparse.Namespace, ranks: Ranks) -> _Job:
                 f"{eval_model.name} ends its search by exit {eval_model.exit!r}, not at a tolerance; omit "
                 f"{option}, or set model.at_evaluation.exit.kind=residual"
             )
-    if options.self_iterations and getattr(eval_model.spec, "state_policy", None) == "per_loop":
+    if specs and options.self_iterations and getattr(eval_model.spec, "state_policy", None) == "per_loop":
         raise ValueError(
-            f"{eval_model.name} keeps one state per loop; omit --self-iterations, and set "
-            "model.at_evaluation.exit.loops=N for another number of loops"
+            f"{eval_model.name} keeps one state per loop; for tasks, omit --self-iterations and set "
+            "model.at_evaluation.exit.loops=N, once for each number of loops"
         )
     if options.mean_iterations is not None:
         first = FIRST if options.tolerance is None else options.tolerance
@@ -467,7 +467,6 @@ def _at(evaluation_set: EvaluationSet, budget: int) -> EvaluationSet:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}; overrides come first")

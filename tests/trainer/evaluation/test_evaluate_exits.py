@@ -59,12 +59,26 @@ def test_the_first_tolerance_of_a_mean_number_of_iterations_may_be_given(run_fol
     assert code == 0
 
 
-def test_models_with_one_state_per_loop_have_no_self_iterations(run_folder, tmp_path, refused):
-    per_loop = ["model.at_evaluation.exit={kind: fixed, loops: 2}", "model.state_policy=per_loop",
-                "model.depth={kind: fixed, loops: 2}", "model.gradient={kind: last_loops}"]  # fmt: skip
-    common = ["--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin"]
-    message = refused(*per_loop, *common, "--self-iterations", 4)
-    assert (
-        "keeps one state per loop; omit --self-iterations, and set model.at_evaluation.exit.loops=N"
-        in message
-    )
+def test_models_with_one_state_per_loop_have_self_iterations_on_tokens_alone(
+    run_folder, tmp_path, benchmarks, refused
+):
+    def per_loop(loops):
+        fixed = f"{{kind: fixed, loops: {loops}}}"
+        return [f"model.at_evaluation.exit={fixed}", f"model.depth={fixed}", "model.state_policy=per_loop",
+                "model.gradient={kind: last_loops}"]  # fmt: skip
+
+    common = ["--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--limit", 2, "--lengths", 16]
+    common += ["--device", "cpu"]
+    assert evaluate(*per_loop(3), *common, "--output", tmp_path / "override") == 0
+    assert evaluate(*per_loop(2), *common, "--self-iterations", 3, "--output", tmp_path / "option") == 0
+    (one,), (other,) = (results(tmp_path / name)["lengths"] for name in ("override", "option"))
+    assert one["iterations_max"] == other["iterations_max"] == 3
+    assert one["perplexity"] == other["perplexity"]
+    message = refused(*per_loop(2), *common, "--data", benchmarks, "--tasks", "piqa", "--self-iterations", 3)
+    assert "model.at_evaluation.exit.loops=N" in message
+
+
+def test_an_override_after_an_option_is_refused_with_its_place(run_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        evaluate("--checkpoint", run_folder, "--lengths", 16, "evaluation.sequences=2")
+    assert "'evaluation.sequences=2'; overrides" in capsys.readouterr().err
