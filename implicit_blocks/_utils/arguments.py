@@ -13,7 +13,7 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
     )
-    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
+    command.add_argument("--spec", help="name in the zoo, or YAML file (default: that of the source)")
     command.add_argument(
         "--tokenizer",
         type=Path,
