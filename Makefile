@@ -1,7 +1,7 @@
 # Every target installs what it needs. `make demo` and `make test` need python3 (3.11 or later, with venv), make, and a network.
 #
 #   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison;
-#                   five to fifteen minutes on two idle cores, up to half an hour on busy ones
+#                   five to fifteen minutes on two idle cores, up to an hour on busy ones
 #   make puzzle     train a model that solves Sudoku of order 6, in ten minutes on two idle cores; solve boards with it
 #   make play       open the demo's models in a browser, after make demo
 #   make test       run ruff, mypy and the tests; eight to twenty minutes on two idle cores
