@@ -78,6 +78,18 @@ def test_segments_of_a_gpu_are_expandable_by_default(
     assert os.environ.get("PYTORCH_ALLOC_CONF") == found
 
 
+@pytest.mark.parametrize(("given", "found"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+def test_cpu_threads_wait_passively_by_default(
+    given: dict[str, str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", given.get("OMP_WAIT_POLICY", ""))  # restored after the test
+    if not given:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr("trainer.distributed.join", lambda *device, **options: sys.exit(3))
+    main(["--spec", S3])
+    assert os.environ["OMP_WAIT_POLICY"] == found
+
+
 def test_a_stopped_run_is_resumed_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     start = ["--spec", S3, "training.max_steps=4", "--output", str(folder), *TINY]

@@ -112,6 +112,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
 
             print(dry_run_report(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads; spinning slows busy CPUs
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when torch first allocates memory on a GPU
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         from trainer.distributed import join, require_same_spec
