@@ -1,5 +1,6 @@
 """Statements on models with gates and a number of loops that grows in stages equal those of the results."""
 
+import json
 from typing import Any
 
 import pytest
@@ -288,6 +289,19 @@ def test_the_statements_of_other_pages(page: str, leads: Any) -> None:
         ),
     }
     assert wanted[page] in text
+
+
+def test_state_tracking_with_gates() -> None:
+    path = ROOT / "benchmarks" / "results" / "word_problem_s3_gates.json"
+    rows = {
+        row["identity_probability"]: row
+        for row in json.loads(path.read_text(encoding="utf-8"))["evaluation"]
+        if row["length"] == 128
+    }
+    half, none = (percent(rows[p]["accuracy_last"], sign=False) for p in (0.5, 0))
+    share = percent(1 - rows[0]["non_converged"], sign=False)
+    text = f"one seed reaches {half} % (p = 0.5) and {none} % (p = 0), where {share} % converge in"
+    assert f"{text} {rows[0]['iterations_max']} iterations" in MAIN
 
 
 @pytest.mark.parametrize(

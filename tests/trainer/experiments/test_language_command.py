@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 from implicit_blocks.specs import load_spec
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.experiments.cli import main, parser
+from trainer.experiments.equal_compute.flops import run_flops
 from trainer.experiments.language import experiment as language
 from trainer.experiments.language.experiment import Settings, _plans, _training
 from trainer.experiments.language.plot import draw
@@ -162,6 +163,24 @@ def test_settings_of_the_search_are_ignored_by_explicit_twins_with_their_own_spe
     plans = {label["kind"]: spec for label, spec in _plans(name, tokens, settings, True)}
     assert [plan.model.kind for plan in plans.values()] == ["implicit_lm", "explicit_lm"]
     assert {plan.model.d_model for plan in plans.values()} == {64}
+
+
+@pytest.mark.parametrize("name", ["books_5m_residual", "books_5m_parcae", "books_5m"])
+def test_every_model_executes_the_given_flops(tokens, name):
+    settings = Settings(petaflops=0.5)
+    for _, spec in _plans(name, tokens, settings, True):
+        assert run_flops(spec, bound=True) == pytest.approx(0.5e15, rel=0.01)
+        assert spec.phase_specs()[-1].last_step == spec.total_steps
+
+
+def test_a_budget_of_flops_excludes_a_number_of_tokens(tokens, capsys):
+    arguments = ["language", "--data", str(tokens), "--specs", "books_5m_residual", "--petaflops"]
+    assert main([*arguments, "0.5", "--set", "training.max_tokens=1e6"]) == 2
+    assert "--petaflops" in capsys.readouterr().err
+    assert main([*arguments, "1e-9", "--output", str(tokens.parent / "out")]) == 2
+    assert "1e-09 PFLOP are below two steps" in capsys.readouterr().err
+    assert main([*arguments, "-1", "--output", str(tokens.parent / "out")]) == 2
+    assert "petaflops must be positive, got -1" in capsys.readouterr().err
 
 
 def test_the_first_spec_trains_every_share_with_every_seed(tokens):

@@ -13,8 +13,10 @@ from trainer.specs.optimizers import MuonSpec
 from trainer.specs.run import RunSpec
 
 
-def flops_per_token(model: ModelSpec, *, length: int) -> float:
+def flops_per_token(model: ModelSpec, *, length: int, bound: bool = False) -> float:
     """Return the FLOPs of a training step per token: forward, and backward of what is differentiated.
+
+    A search is rejected or, if ``bound``, counts with its maximum of iterations.
 
     Raises:
         ValueError: it is no language model of this library, or the number of loops or the cost of a component
@@ -26,7 +28,8 @@ def flops_per_token(model: ModelSpec, *, length: int) -> float:
             f"models of kind {model.kind!r} have no count of FLOPs; use explicit_lm or implicit_lm"
         )
     if (
-        isinstance(model, ImplicitLMSpec)
+        not bound
+        and isinstance(model, ImplicitLMSpec)
         and model.depth.expected_loops() is None
         and model.stopping.tolerance > 0  # otherwise all iterations are executed
     ):
@@ -62,11 +65,10 @@ def _muon_flops(model: ModelSpec, steps: int) -> float:
     return newton_schulz_flops([(p.shape[0], p.shape[1]) for p in matrices.values()], steps=steps)
 
 
-def run_flops(spec: RunSpec) -> float:
+def run_flops(spec: RunSpec, *, bound: bool = False) -> float:
     """Return the executed training FLOPs of a run, over all its phases.
 
-    Raises:
-        ValueError: as for `flops_per_token`.
+    ``bound`` and the errors are those of `flops_per_token`.
 
     """
     of_optimizer = optimizer_flops_per_step(spec)
@@ -75,7 +77,7 @@ def run_flops(spec: RunSpec) -> float:
         * (
             phase.training.batch_size
             * phase.data.seq_len
-            * flops_per_token(phase.model, length=phase.data.seq_len)
+            * flops_per_token(phase.model, length=phase.data.seq_len, bound=bound)
             + of_optimizer
         )
         for phase in spec.phase_specs()

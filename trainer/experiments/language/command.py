@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.experiments.common.options import add_run_options, add_setting
 
+LISTS = ("seeds", "bounded", "self_iterations", "multiples")
 HELP = "implicit language models and explicit twins: tokens, FLOPs, lengths, test-time compute, curricula"
 
 
@@ -59,7 +60,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="evaluations during training, for the curves (10)",
+        help="evaluations during training, for curves (10)",
+    )
+    add(
+        "--petaflops",
+        type=float,
+        metavar="P",
+        help="train every model for as many steps as execute P * 1e15 FLOPs; a search counts with its "
+        "maximum of iterations (default: the steps of the specs)",
     )
     add_run_options(parser)
     add(
@@ -82,12 +90,10 @@ def run_command(folder: Path, options: argparse.Namespace) -> str:
         specs=options.specs,
         settings=Settings(
             laptop=options.setting == "laptop",
-            seeds=tuple(options.seeds),
-            bounded=tuple(options.bounded),
-            self_iterations=tuple(options.self_iterations),
-            multiples=tuple(options.multiples),
+            **{name: tuple(getattr(options, name)) for name in LISTS},
             sequences=options.sequences,
             evaluations=options.evaluations,
+            petaflops=options.petaflops,
             changes=tuple(options.set),
             explicit_changes=tuple(options.explicit_set),
             only_finished=options.only_finished,

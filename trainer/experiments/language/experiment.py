@@ -19,7 +19,6 @@ import torch
 from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import spec_name, zoo_names
-from trainer.data.source import EvaluationSet
 from trainer.evaluation.evaluate import evaluate
 from trainer.experiments.common.checks import reject_option_conflicts
 from trainer.experiments.common.runs import (
@@ -32,6 +31,7 @@ from trainer.experiments.common.runs import (
     run_spec,
     train,
 )
+from trainer.experiments.equal_compute.flops import run_flops
 from trainer.experiments.language.plot import draw
 from trainer.reporting.metrics import json_value, rounded
 from trainer.reporting.pictures import write_results
@@ -55,6 +55,7 @@ LAPTOP = {
 """Overrides of the laptop setting by mixer; it demonstrates the experiment but does not reproduce its
 figures."""
 SET_BY_OPTIONS = {"data.path": "--data", "training.seed": "--seeds"}
+BUDGET = {f"training.{name}": "--petaflops" for name in ("max_tokens", "max_steps")}
 """Spec fields that command-line options set."""
 
 
@@ -69,6 +70,8 @@ class Settings:
     multiples: tuple[int, ...] = (1, 2, 4, 8)
     sequences: int | None = None
     evaluations: int = 10
+    petaflops: float | None = None
+    """Executed training FLOPs of every run, / 1e15; None: those of the spec."""
     changes: tuple[str, ...] = ()
     explicit_changes: tuple[str, ...] = ()
     only_finished: bool = False
@@ -79,6 +82,8 @@ class Settings:
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and number < 1:
                     raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {number}")
+        if self.petaflops is not None and self.petaflops <= 0:
+            raise ValueError(f"petaflops must be positive, got {self.petaflops:g}")
         for share in self.bounded:
             if not 0 < share < 1:
                 raise ValueError(f"the share of the first phase must be above 0 and below 1, got {share:g}")
@@ -98,7 +103,7 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
         ValueError: a spec is not that of an implicit model on tokens, or does not fit the data.
 
     """
-    reject_option_conflicts(settings.changes, SET_BY_OPTIONS)
+    reject_option_conflicts(settings.changes, SET_BY_OPTIONS | (BUDGET if settings.petaflops else {}))
     place = choose_device(device)
     names = [spec_name(one) for one in specs]
     for name in names:
@@ -177,7 +182,13 @@ def _require_validation(spec: RunSpec, path: Path) -> None:
 
 
 def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
-    """Return the run with regular evaluations at its training length."""
+    """Return the run with its budget of FLOPs, and with regular evaluations at its training length."""
+    if settings.petaflops is not None:
+        steps = int(spec.total_steps * settings.petaflops * 1e15 / run_flops(spec, bound=True))
+        if steps < 2:
+            raise ValueError(f"{settings.petaflops:g} PFLOP are below two steps; raise --petaflops")
+        budget = spec.training.model_copy(update={"max_steps": steps, "max_tokens": None})
+        spec = spec.model_copy(update={"training": budget})
     every = max(1, spec.total_steps // settings.evaluations)
     evaluation = spec.evaluation.model_copy(update={"lengths": (spec.data.seq_len,), "length_multiples": ()})
     training = spec.training.model_copy(update={"evaluate_every": every})
@@ -210,8 +221,19 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
     data, model = data_of(spec), load_model(finished, device)
 
     def perplexity(length: int, sequences: int | None, **search: int) -> dict[str, Any]:
-        whole = evaluation_set(spec, data, length, sequences or 10**9)
-        return _evaluated(model, whole, spec, device, search=search)
+        (result,) = evaluate(
+            model,
+            [evaluation_set(spec, data, length, sequences or 10**9)],
+            device=device,
+            precision=spec.training.precision,
+            batch_size=max(1, spec.evaluation.batch_size * spec.data.seq_len // length),
+            last_tokens=spec.evaluation.last_tokens,
+            search=search,
+        )
+        row = result.as_row(by_position=length == spec.data.seq_len and result.search is not None)
+        keys = ("length", "sequences", "loss", "perplexity", "iterations", "iterations_max", "residual")
+        kept = {key: row[key] for key in (*keys, "residual_max", "non_converged", "token_converged")}
+        return {**kept, "iterations_by_position": row.get("iterations_by_position")}
 
     length, sequences = spec.data.seq_len, settings.sequences
     lengths = [
@@ -224,39 +246,12 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
         for most in settings.self_iterations:
             compute.append({"self_iterations": most, **perplexity(length, sequences, **{limit: most})})
     return {
-        "parameters": summary["parameters"],
-        "steps": summary["steps"],
-        "tokens": summary["tokens"],
-        "seconds": summary["seconds"],
+        **{key: summary[key] for key in ("parameters", "steps", "tokens", "seconds")},
         "curve": curve(finished),
         "lengths": lengths,
         "test_time_compute": compute,
         "training": _training(finished.metrics),
     }
-
-
-def _evaluated(
-    model: torch.nn.Module,
-    one: EvaluationSet,
-    spec: RunSpec,
-    device: torch.device,
-    *,
-    search: Mapping[str, int],
-) -> dict[str, Any]:
-    short = spec.data.seq_len
-    (result,) = evaluate(
-        model,
-        [one],
-        device=device,
-        precision=spec.training.precision,
-        batch_size=max(1, spec.evaluation.batch_size * short // one.length),
-        last_tokens=spec.evaluation.last_tokens,
-        search=search,
-    )
-    row = result.as_row(by_position=one.length == short and result.search is not None)
-    keys = ("length", "sequences", "loss", "perplexity", "iterations", "iterations_max", "residual")
-    kept = {key: row[key] for key in (*keys, "residual_max", "non_converged", "token_converged")}
-    return {**kept, "iterations_by_position": row.get("iterations_by_position")}
 
 
 def curve(finished: Finished) -> list[dict[str, Any]]:
