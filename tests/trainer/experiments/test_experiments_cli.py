@@ -163,3 +163,10 @@ def test_unwritable_outputs_are_rejected_before_any_work(
     assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == 2
     assert f"cannot be written: no permission in {tmp_path}" in capsys.readouterr().err
     assert not worked
+
+
+@pytest.mark.parametrize("name", cli.EXPERIMENTS)
+def test_the_help_of_every_experiment_can_be_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    assert "--output" in capsys.readouterr().out

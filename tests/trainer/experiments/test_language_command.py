@@ -173,6 +173,24 @@ def test_every_model_executes_the_given_flops(tokens, name):
         assert spec.phase_specs()[-1].last_step == spec.total_steps
 
 
+def test_a_search_is_trained_until_it_executes_the_budget(tokens, tmp_path):
+    folder = tmp_path / "out"
+    arguments = ["language", "--data", str(tokens), "--specs", "books_5m_mamba2", "--bounded", "--petaflops"]
+    arguments += ["1e-7", "--self-iterations", "1", "--multiples", "1", "--sequences", "4", "--device", "cpu"]
+    changes = [one for one in NARROW if not one.startswith("training.max_tokens")]
+    changes += [
+        "phases=[]",
+        "model.stopping={tolerance: 0.5, max_iterations: 32}",
+        f"data.validation_path={tokens}",
+    ]
+    assert main([*arguments, "--evaluations", "2", "--output", str(folder), "--set", *changes]) == 0
+    runs = json.loads((folder / "language.json").read_text())["runs"]
+    for run in runs:
+        assert run["curve"][-1]["flops"] == pytest.approx(1e8, rel=0.05), run["run"]
+    (*_, last) = sorted((folder / "runs").glob("books_5m_mamba2-0-*"))
+    assert last.name == f"books_5m_mamba2-0-{runs[0]['steps']}"
+
+
 def test_a_budget_of_flops_excludes_a_number_of_tokens(tokens, capsys):
     arguments = ["language", "--data", str(tokens), "--specs", "books_5m_residual", "--petaflops"]
     assert main([*arguments, "0.5", "--set", "training.max_tokens=1e6"]) == 2

@@ -66,8 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--petaflops",
         type=float,
         metavar="P",
-        help="train every model for as many steps as execute P * 1e15 FLOPs; a search counts with its "
-        "maximum of iterations (default: the steps of the specs)",
+        help="train every model for as many steps as execute P * 1e15 FLOPs; those that search are trained "
+        "anew until they do (default: the steps of the specs)",
     )
     add_run_options(parser)
     add(

@@ -31,6 +31,7 @@ from trainer.experiments.common.runs import (
     run_spec,
     train,
 )
+from trainer.experiments.equal_compute.compare import MARGIN
 from trainer.experiments.equal_compute.flops import run_flops
 from trainer.experiments.language.plot import draw
 from trainer.reporting.metrics import json_value, rounded
@@ -114,23 +115,35 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
         _require_validation(plans[0][1], data)
     rows = []
     for label, spec in plans:
-        if settings.only_finished and not is_finished(folder / "runs" / label["run"]):
-            continue
-        finished = train(spec, folder / "runs" / label["run"], name=label["run"], device=device)
-        rows.append({**label, **_measured(finished, settings, place)})
+        if (finished := _finished(label["run"], spec, folder / "runs", settings, device)) is not None:
+            rows.append({**label, **_measured(finished, settings, place)})
     if not rows:
         raise ValueError(f"{folder} contains none of these runs finished; omit --only-finished to train them")
-    written = json_value(
-        {
-            "experiment": "language",
-            "specs": names,
-            "settings": asdict(settings),
-            "device": device_name(place),
-            "runs": rows,
-        }
-    )
+    how = {"experiment": "language", "specs": names, "settings": asdict(settings)}
+    written = json_value({**how, "device": device_name(place), "runs": rows})
     message = write_results(folder, "language", written, draw)
     return f"{table(rows)}\n{message}"
+
+
+def _finished(name: str, spec: RunSpec, folder: Path, settings: Settings, device: str) -> Finished | None:
+    """Return the finished run; None if it is not, and should not be trained.
+
+    A search takes fewer iterations than its maximum. Until a run executes its budget of FLOPs to 3 %, it is
+    trained anew, at most three times, with as many steps as would have, in a folder with their number.
+    """
+    place, finished = folder / name, None
+    for _ in range(4):
+        if settings.only_finished and not is_finished(place):
+            break
+        finished = train(spec, place, name=name, device=device)
+        spent = curve(finished)[-1]["flops"]
+        if settings.petaflops is None or spent is None:
+            break
+        steps = int(spec.total_steps * settings.petaflops * 1e15 / spent)
+        if abs(steps / spec.total_steps - 1) <= MARGIN:
+            break
+        spec, place = _watched(spec, settings, steps), folder / f"{name}-{steps}"
+    return finished
 
 
 def _plans(
@@ -181,17 +194,16 @@ def _require_validation(spec: RunSpec, path: Path) -> None:
         raise ValueError(f"the tokens in {path} have no validation split; tokenize with --validation")
 
 
-def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
-    """Return the run with its budget of FLOPs, and with regular evaluations at its training length."""
-    if settings.petaflops is not None:
+def _watched(spec: RunSpec, settings: Settings, steps: int | None = None) -> RunSpec:
+    """Return the run with a number of steps, or its budget of FLOPs, and with regular evaluations."""
+    if steps is None and settings.petaflops is not None:
         steps = int(spec.total_steps * settings.petaflops * 1e15 / run_flops(spec, bound=True))
-        if steps < 2:
-            raise ValueError(f"{settings.petaflops:g} PFLOP are below two steps; raise --petaflops")
-        budget = spec.training.model_copy(update={"max_steps": steps, "max_tokens": None})
-        spec = spec.model_copy(update={"training": budget})
-    every = max(1, spec.total_steps // settings.evaluations)
+    if steps is not None and steps < 2:
+        raise ValueError(f"{settings.petaflops:g} PFLOP are below two steps; raise --petaflops")
+    budget = {} if steps is None else {"max_steps": steps, "max_tokens": None}
+    every = max(1, (steps or spec.total_steps) // settings.evaluations)
     evaluation = spec.evaluation.model_copy(update={"lengths": (spec.data.seq_len,), "length_multiples": ()})
-    training = spec.training.model_copy(update={"evaluate_every": every})
+    training = spec.training.model_copy(update={**budget, "evaluate_every": every})
     return spec.model_copy(update={"evaluation": evaluation, "training": training})
 
 
@@ -201,12 +213,8 @@ def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
 def _measured(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:
     """Return the measurements of a run, cached in its directory."""
     path = finished.folder / "measured.json"
-    how = {
-        "self_iterations": list(settings.self_iterations),
-        "multiples": list(settings.multiples),
-        "sequences": settings.sequences,
-        "steps": finished.summary["steps"],
-    }
+    how: dict[str, Any] = {name: list(getattr(settings, name)) for name in ("self_iterations", "multiples")}
+    how |= {"sequences": settings.sequences, "steps": finished.summary["steps"]}
     if path.is_file() and (kept := read_json(path))["how"] == how:
         found: dict[str, Any] = kept["measured"]
         return found
