@@ -97,11 +97,15 @@ def test_a_damped_map_and_its_penalty_reach_the_model():
     assert "damping 0.8, penalty 2" in recipe.shape
 
 
-def test_a_model_whose_loops_the_data_decide_has_no_budget():
+@pytest.mark.parametrize(
+    "depth", [{"kind": "until_converged"}, {"kind": "uniform", "low": 1, "high": 5, "per": "sequence"}]
+)
+def test_a_model_whose_executed_loops_are_not_known_has_no_budget(depth):
     model = spec_of(LOOPED, Path("tokens")).model
-    free = type(model).model_validate({**model.model_dump(), "depth": {"kind": "until_converged"}})
-    with pytest.raises(ValueError, match="until_converged"):
+    free = type(model).model_validate({**model.model_dump(), "depth": depth})
+    with pytest.raises(ValueError, match=f"{depth['kind']}.*cannot be kept"):
         flops_per_token(free, length=512)
+    assert flops_per_token(free, length=512, bound=True) > 0
 
 
 @pytest.mark.parametrize(

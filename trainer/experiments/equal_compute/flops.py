@@ -27,16 +27,14 @@ def flops_per_token(model: ModelSpec, *, length: int, bound: bool = False) -> fl
         raise ValueError(
             f"models of kind {model.kind!r} have no count of FLOPs; use explicit_lm or implicit_lm"
         )
-    if (
-        not bound
-        and isinstance(model, ImplicitLMSpec)
-        and model.depth.expected_loops() is None
-        and model.stopping.tolerance > 0  # otherwise all iterations are executed
-    ):
-        raise ValueError(
-            f"with depth {model.depth.kind!r} the data decide how many FLOPs a step takes, so that a budget "
-            "cannot be kept; choose depth: {kind: fixed, loops: N}, or stopping.tolerance: 0"
-        )
+    if not bound and isinstance(model, ImplicitLMSpec):
+        searches = model.depth.expected_loops() is None and model.stopping.tolerance > 0  # else all execute
+        if searches or getattr(model.depth, "per", "batch") == "sequence":  # the largest number of a batch
+            raise ValueError(
+                f"with depth {model.depth.kind!r} it is not known how many FLOPs a step executes, so that a "
+                "budget cannot be kept; choose depth: {kind: fixed, loops: N}, per: batch, or "
+                "stopping.tolerance: 0"
+            )
     found = training_flops_per_token(model, length=length)
     if found is None:
         raise ValueError("the model has a component whose FLOPs are not known (flops_per_token)")
