@@ -8,10 +8,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_seeds.py"))
 PARTS = runpy.run_path(str(ROOT / "benchmarks" / "equal_compute_parts.py"))
-MAIN, TABLES, LAST = (
-    " ".join((ROOT / "docs" / f"equal_compute{name}.md").read_text(encoding="utf-8").split())
-    for name in ("", "_tables", "_last_weights")
-)
+
+
+def words(page: str) -> str:
+    """Return the text of a file of the repository with single spaces between its words."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+MAIN, TABLES, LAST = (words(f"docs/equal_compute{name}.md") for name in ("", "_tables", "_last_weights"))
 PAGE = f"{MAIN} {TABLES}"
 """The page with the answer and the page with the tables of all comparisons."""
 

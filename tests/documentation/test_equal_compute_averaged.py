@@ -19,6 +19,7 @@ from tests.documentation.equal_compute_pages import (
     interval,
     percent,
     read,
+    words,
 )
 from trainer.experiments.equal_compute.recipes import Recipe
 from trainer.experiments.equal_compute.tables import at_fixed_point
@@ -246,7 +247,7 @@ def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
     ratios = {side: f"{min(found):.2f} to {max(found):.2f}" for side, found in scaled.items()}
     assert f"the ratio is {ratios['implicit']} (implicit) and {ratios['explicit']} (explicit)" in PAGE
     trained = half["length_ratios"]([run for run in runs if run["side"] == "implicit"])
-    attention = " ".join((ROOT / "docs" / "attention.md").read_text(encoding="utf-8").split())
+    attention = words("docs/attention.md")
     text = f"is then {ratios['implicit']} times that at the training length in implicit models, instead of"
     assert f"{text} {min(trained):.1f} to {max(trained):.1f} times" in attention
     assert max(scaled["implicit"]) <= 1.1 < max(scaled["explicit"]) <= half["LONGER"]["llama"]

@@ -5,13 +5,13 @@ from typing import Any
 from tests.documentation.equal_compute_pages import (
     PAGE,
     PARTS,
-    ROOT,
     SEEDS,
     below,
     ends,
     interval,
     on_choice,
     percent,
+    words,
 )
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
@@ -171,7 +171,7 @@ def test_the_attractor_injection_with_a_penalty(half: dict[str, Any], leads: Any
 
 def test_the_statements_of_other_pages(half: dict[str, Any], leads: Any) -> None:
     pages = ("docs/language.md", "benchmarks/NOTES.md", "CHANGELOG.md")
-    language, notes, changes = (" ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in pages)
+    language, notes, changes = (words(name) for name in pages)
     four, eight = leads["a", FOUR, "adamw"], leads["b", FOUR, "adamw"]
     wide = leads["b", WIDE, "adamw"]
     assert eight["interval"][0] < 0 < eight["interval"][1]

@@ -14,6 +14,7 @@ from tests.documentation.equal_compute_pages import (
     on_choice,
     percent,
     read,
+    words,
 )
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
@@ -67,7 +68,7 @@ def test_the_headline_on_convergence(half: dict[str, Any]) -> None:
     assert shares[0] >= 0.99
     text = f"({percent(shares[0], 2, sign=False)} to {percent(shares[-1], 2, sign=False)} %)"
     assert f"by all {len(every)} implicit Llamas of 5.3 M parameters on the other text {text} and" in PAGE
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     assert f"by their own residual {text[1:-1]} of the tokens are within the tolerance" in notes
 
 

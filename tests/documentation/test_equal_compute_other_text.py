@@ -7,7 +7,6 @@ from typing import Any
 from tests.documentation.equal_compute_pages import (
     PAGE,
     PARTS,
-    ROOT,
     SEEDS,
     below,
     choice,
@@ -15,6 +14,7 @@ from tests.documentation.equal_compute_pages import (
     interval,
     on_choice,
     percent,
+    words,
 )
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
@@ -99,7 +99,7 @@ def test_weight_norm_on_the_other_text(half: dict[str, Any], leads: Any) -> None
         f"without it: {below(found)} % below (95 % interval: {interval(found)}), with three implicit" in PAGE
     )
     assert f"the implicit model is {below(found)} % below the explicit one ({interval(found)})" in PAGE
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     assert f"({interval(found)}), but the same explicit seed is below two of its three" in PAGE
     assert (
         f"With weight norm it is {below(found)} % on the other text, with three seeds, two of which" in notes
@@ -140,7 +140,7 @@ def test_eight_explicit_layers_on_the_other_text(half: dict[str, Any], leads: An
     text = f"is {below(four)} % below them with a penalty of 4, {percent(one['difference'], sign=False)} %"
     text = f"{text} above with a penalty of 1 (95 % interval: {interval(one)}), and {below(normed)} % below"
     assert f"{text} with weight norm: level" in PAGE
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     text = f"{below(four)} % over 8 explicit layers ({interval(four)}), {below(normed)} % with weight norm"
     assert text in notes
 
@@ -177,7 +177,7 @@ def test_four_times_the_flops_on_the_other_text(half: dict[str, Any], leads: Any
         f"With four times the FLOPs it is {below(free)} % below them ({interval(free)}), and {below(own)} %"
     )
     assert f"{text} on the text of the choice; 8 layers were trained with twice the FLOPs alone" in PAGE
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     assert (
         f"it is {below(lead)} % with four times the FLOPs ({interval(lead)}; three seeds), of which" in notes
     )
@@ -267,7 +267,7 @@ def test_mamba2_beside_a_larger_explicit_model(half: dict[str, Any]) -> None:
         f"which are {below(difference(large, less))} % below 8 on the held-out books, the implicit model is"
     )
     assert f"{text} {below(found)} % below (95 % interval: {interval(found)}), every seed below" in PAGE
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     assert f"without, where it is {below(found)} % below 12 explicit layers" in notes
 
 
@@ -313,13 +313,13 @@ def test_mamba2_of_9_6_m_with_weight_norm(half: dict[str, Any], leads: Any) -> N
     assert others["3-2-3, 3 loops, 8 from 80%"] > choice(before)
     (two,) = (value for shape, value in others.items() if shape.startswith("2-4-2"))
     assert f"is level ({two:.2f} and {choice(before):.2f}, the latter over the reported seeds)" in PAGE
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     assert f"{below(lead)} % at 9.6 M with weight norm on both sides (not significant) and" in notes
 
 
 def test_the_statements_of_other_pages(leads: Any, half: dict[str, Any]) -> None:
     pages = ("docs/language.md", "benchmarks/NOTES.md", "CHANGELOG.md")
-    language, notes, changes = (" ".join((ROOT / name).read_text(encoding="utf-8").split()) for name in pages)
+    language, notes, changes = (words(name) for name in pages)
     small, wide, mamba2 = (
         leads["a", part, "adamw"] for part in (*list(PARTS["HALF"])[:2], "Mamba2, twice the FLOPs")
     )

@@ -18,6 +18,7 @@ from tests.documentation.equal_compute_pages import (
     on_choice,
     percent,
     read,
+    words,
 )
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
@@ -90,10 +91,10 @@ def test_beside_explicit_models_of_any_depth_and_width(half: dict[str, Any], lea
     )
     text = f"11.1 M is {below(wide)} % below 8 layers of equal size ({interval(wide)})"
     assert text in MAIN
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    readme = words("README.md")
     text = f"Llama 5M {below(llama)} % ({interval(llama)}, not significant), Mamba2 {below(small)} % (5M) and"
     assert f"{text} {below(wide)} % (11M)" in readme
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     text = f"Llama {below(llama)} % ({interval(llama)}), Mamba2 {below(small)} and {below(wide)} %."
     assert text in notes
 
@@ -236,7 +237,7 @@ def test_text_seen_once_with_gates(half: dict[str, Any], leads: Any) -> None:
         f"{above[0]} % above the explicit one with AdamW (95 % interval: {interval(adamw)}) and {above[1]} %"
     )
     assert f"{text} above with Muon (95 % interval: {interval(muon)})" in TABLES
-    notes = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
+    notes = words("benchmarks/NOTES.md")
     assert f"missed with AdamW ({above[0]} % above) and Muon ({above[1]} %)" in notes
     runs = read("once_gates")
     assert all(run["epochs"] < 1 for run in runs)
@@ -262,7 +263,7 @@ def test_text_seen_once_with_gates(half: dict[str, Any], leads: Any) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/language.md", "benchmarks/NOTES.md", "CHANGELOG.md"])
 def test_the_statements_of_other_pages(page: str, leads: Any) -> None:
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = words(page)
     llama, third, large, small, small_third, wide = (
         leads["a", part, "adamw"] for part in (GATED, THIRD, LARGE, SMALL, SMALL_THIRD, WIDE)
     )
