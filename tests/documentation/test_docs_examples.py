@@ -115,6 +115,14 @@ def test_invalid_commands_are_rejected(command, tmp_path):
         examples.check(page[0])
 
 
+def test_commands_of_pip_are_checked_in_another_process(tmp_path):
+    page = page_of("```sh\npip install -e .\n```\n", tmp_path)
+    before = set(sys.modules)
+    with examples.folder_of(page, tmp_path):
+        examples.check(page[0])
+    assert not {name for name in sys.modules.keys() - before if name.partition(".")[0] == "pip"}
+
+
 @pytest.mark.parametrize(
     "block",
     [

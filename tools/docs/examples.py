@@ -227,9 +227,12 @@ def _check_command(block: Block, words: list[str], written_specs: frozenset[str]
 
 def _check_pip(block: Block, words: Sequence[str]) -> None:
     """Check that the pip command, its options and the extras exist."""
-    from pip._internal.commands import create_command  # pip has no public parser
-
-    create_command(words[0]).parse_args(list(words[1:]))
+    # pip has no public parser, and a process that has imported pip cannot import setuptools any more.
+    code = "from pip._internal.commands import create_command as of; of(sys.argv[1]).parse_args(sys.argv[2:])"
+    checked = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}", *words], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, f"{block.place}: {checked.stderr.strip()[-300:]}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for word in words:
         for extras in re.findall(r"^(?:implicit_blocks|\.)\[([\w,]+)\]", word):
