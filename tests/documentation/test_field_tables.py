@@ -32,7 +32,7 @@ def test_the_table_of_training_fields_has_existing_fields() -> None:
 def test_the_list_of_fields_that_a_phase_may_change_is_complete() -> None:
     words = " ".join((DOCS / "specs.md").read_text(encoding="utf-8").split())
     message = words.partition("A phase may change")[2]
-    model, training, data = re.split(r"; in `training`|; and in `data`", message.partition("```")[0])
+    _, model, training, data = re.split(r"- in `(?:model|training|data)`:", message.partition("```")[0])
     assert set(re.findall(r"`(\w+)`", model)) == set(ib.ImplicitLMSpec.changeable)
     assert set(re.findall(r"`(\w+)[`.]", training)) == run._CHANGEABLE
     changeable = WordProblemSpec.changeable | CatbAbISpec.changeable
