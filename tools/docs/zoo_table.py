@@ -14,9 +14,11 @@ HEAD = """# The zoo
 
 This page lists the specs that can be used by name. `python -m trainer --spec NAME` trains a spec,
 `implicit_blocks.load_spec("NAME")` loads it, `python -m implicit_blocks describe NAME` shows it as a tree.
-Override any field with `path.to.key=value`. Layers are those of the core, with prelude and coda as
-prelude + core + coda. The search of a phase is written as maximum iterations + gradient steps, a fixed or
-random number of loops by its mean and the number of differentiated loops.
+Override any field with `path.to.key=value`.
+
+The column *layers* gives the layers of the core, or (prelude + core + coda). The column *search, by phase*
+gives the name of each phase, its maximum number of iterations + gradient steps, and its last step; looped
+models have a number of loops instead.
 
 | spec | layers \u00d7 width | parameters | search, by phase | data | purpose |
 | --- | --- | --- | --- | --- | --- |
@@ -31,8 +33,8 @@ def page(folder: Path) -> str:
 def purpose(path: Path) -> str:
     """Return the purpose of a spec: the comment in its first line."""
     first = path.read_text(encoding="utf-8").split("\n", 1)[0]
-    if not first.startswith("# "):
-        raise ValueError(f"{path.name} does not state its purpose; begin it with a comment of one line")
+    if not (first.startswith("# ") and first.endswith(".")):
+        raise ValueError(f"{path.name} does not state its purpose; begin it with a sentence of one line")
     return first.removeprefix("# ")
 
 
