@@ -12,6 +12,7 @@ from implicit_blocks._utils.own_packages import install_extra
 from trainer.reporting import metrics
 from trainer.reporting.display import PlainDisplay, RichDisplay, counted, duration, magnitude
 from trainer.reporting.metrics import MetricsFile, json_value, read_metrics, rounded
+from trainer.reporting.pictures import BLUE, GREY, ORANGE
 from trainer.reporting.report import RunRecord, _draw_loss, draw, main, read_run, smoothed
 from trainer.storage.run_folder import differences
 
@@ -154,6 +155,52 @@ def test_losses_over_several_decades_have_a_logarithmic_axis(last: float, scale:
     axes = Figure().subplots()
     _draw_loss(axes, [run])
     assert axes.get_yscale() == scale
+
+
+_STAGED = [{"name": "bounded", "first_step": 0}, {"name": "free", "first_step": 2}]
+
+
+@pytest.mark.parametrize(
+    ("curricula", "names", "lines"),
+    [
+        ([_STAGED], ["bounded", "free"], [GREY]),
+        ([_STAGED, _STAGED], ["bounded", "free"], [GREY]),
+        ([[{"name": "train", "first_step": 0}], _STAGED], ["bounded", "free"], [ORANGE]),
+        ([_STAGED, [*_STAGED[:1], {"name": "late", "first_step": 1}]], [], [BLUE, ORANGE]),
+        ([[], []], [], []),
+    ],
+    ids=["one run", "the same phases", "one of two runs has phases", "different phases", "none"],
+)
+def test_phases_of_single_runs_are_drawn_in_their_color(
+    curricula: list[Any], names: list[str], lines: list[str]
+) -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    losses = [(1, 4.0), (2, 2.0), (3, 1.9)]
+    _draw_loss(
+        axes, [RunRecord(label=f"{n}", summary={"phases": p}, losses=losses) for n, p in enumerate(curricula)]
+    )
+    assert [text.get_text() for text in axes.texts] == names
+    assert {text.get_color() for text in axes.texts} <= set(lines)
+    assert [line.get_color() for line in axes.lines[2 * len(curricula) :]] == lines
+
+
+def test_legends_are_below_the_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cover no curve, and many runs do not shrink the panels."""
+    figures: list[Any] = []
+    monkeypatch.setattr("trainer.reporting.report.write_picture", lambda figure, path: figures.append(figure))
+    runs = [fake_run(tmp_path / f"{n}", name=f"run {n}", implicit=True) for n in range(8)]
+    heights = []
+    for few in (runs[:1], runs):
+        assert main([*map(str, few)]) == 0
+        figure = figures[-1]
+        figure.canvas.draw()
+        for axes in figure.axes:
+            if (legend := axes.get_legend()) is not None:
+                assert legend.get_window_extent().y1 < axes.xaxis.label.get_window_extent().y0
+        heights.append(figure.axes[0].get_window_extent().height)
+    assert heights[1] == pytest.approx(heights[0], rel=0.1)
 
 
 def test_the_live_display_shows_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:

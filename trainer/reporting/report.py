@@ -127,6 +127,8 @@ def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -
     _draw_loss(loss, runs)
     for axes in (answers, search, loss):
         tidy(axes)
+    rows = max(len(axes.get_legend_handles_labels()[0]) for axes in (answers, search, loss))
+    figure.set_figheight(4.4 + 0.19 * rows)
     write_picture(figure, output)
 
 
@@ -197,30 +199,19 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
     hollow = False
     for run_index, run in enumerate(runs):
         for p_index, p in enumerate(probabilities):
-            rows = sorted(
-                (row for row in run.evaluation if row.get("identity_probability") == p),
-                key=lambda row: row["length"],
-            )
+            rows = [row for row in run.evaluation if row.get("identity_probability") == p]
             if not rows:
                 continue
+            rows.sort(key=lambda row: row["length"])
             look = _line_style(runs, run_index, p_index, probabilities=len(probabilities))
             lengths = [row["length"] for row in rows]
             values = [100.0 * row["accuracy_last"] for row in rows]
-            marker = look.pop("marker")
+            color, marker = look["color"], look.pop("marker")
             axes.plot(lengths, values, linewidth=1.9, **look)
-            for length, value, row in zip(lengths, values, rows, strict=True):
-                is_unconverged = (row["non_converged"] or 0.0) > 1.0 - _CONVERGED_SHARE
-                hollow |= is_unconverged
-                axes.plot(
-                    length,
-                    value,
-                    marker,
-                    markersize=6.5,
-                    color=look["color"],
-                    markerfacecolor="white" if is_unconverged else look["color"],
-                    clip_on=False,
-                    zorder=5,
-                )
+            unconverged = [(row["non_converged"] or 0.0) > 1.0 - _CONVERGED_SHARE for row in rows]
+            hollow |= any(unconverged)
+            faces = ["white" if one else color for one in unconverged]
+            axes.scatter(lengths, values, 40, faces, marker=marker, edgecolors=color, clip_on=False, zorder=5)
             axes.plot([], [], marker=marker, label=_name(runs, run, p), linewidth=1.9, **look)
     for chance in sorted({run.summary.get("chance") or 0.0 for run in runs} - {0.0}):
         axes.axhline(100.0 * chance, color=GREY, linewidth=1.0, linestyle=(0, (1, 2)))
@@ -277,23 +268,20 @@ def _draw_perplexity(axes: Axes, runs: Sequence[RunRecord]) -> None:
 
 def _draw_iterations(axes: Axes, runs: Sequence[RunRecord]) -> None:
     probabilities = _probabilities(runs)
-    drawn = False
     for run_index, run in enumerate(runs):
         for p_index, p in enumerate(probabilities):
             rows = [row for row in run.evaluation if row.get("identity_probability") == p]
             rows = [row for row in rows if row.get("iterations_by_position")]
             if not rows:
                 continue
-            row = max(rows, key=lambda row: row["length"])
-            values = row["iterations_by_position"]
+            values = max(rows, key=lambda row: row["length"])["iterations_by_position"]
             look = _line_style(runs, run_index, p_index, probabilities=len(probabilities))
             look.pop("marker")
             axes.plot(range(1, len(values) + 1), values, linewidth=1.9, label=_name(runs, run, p), **look)
-            drawn = True
     axes.set_title("Iterations per token by position")
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("iterations (mean over sequences)")
-    if not drawn:
+    if not axes.lines:
         _nothing(axes, "no iterations recorded")
         return
     axes.set_ylim(bottom=0)
@@ -322,18 +310,19 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     if logarithmic:
         axes.set_yscale("log")
     curricula: list[list[dict[str, Any]]] = [run.summary["phases"] for run in runs]
-    several = [phases for phases in curricula if len(phases) > 1]
-    alike = {tuple((phase["name"], phase["first_step"]) for phase in phases) for phases in several}
-    phases = several[0] if len(alike) == 1 else []  # different curricula cannot be distinguished
-    if phases:  # a label outside the panel would shrink it
+    staged = [(one, _color(run, of=len(runs))) for run, one in enumerate(curricula) if len(one) > 1]
+    if len({tuple((phase["name"], phase["first_step"]) for phase in one) for one in curricula}) == 1:
+        staged = [(one, GREY) for one, _ in staged[:1]]  # of all runs
+    if len(staged) == 1:  # a label outside the panel would shrink it
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-    for phase in phases:
+    for phase, color in ((phase, color) for phases, color in staged for phase in phases):
         if phase["first_step"] > 0:
-            axes.axvline(phase["first_step"], color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
-        axes.annotate(
-            phase["name"], (phase["first_step"], 0.0), xycoords=("data", "axes fraction"), xytext=(4, 5),
-            textcoords="offset points", fontsize=8.5, color=GREY, rotation=90, va="bottom",
-        )  # fmt: skip
+            axes.axvline(phase["first_step"], color=color, linewidth=0.9, linestyle=(0, (1, 2)))
+        if len(staged) == 1:  # labels of several curricula would overlap
+            axes.annotate(
+                phase["name"], (phase["first_step"], 0.0), xycoords=("data", "axes fraction"), xytext=(4, 5),
+                textcoords="offset points", fontsize=8.5, color=color, rotation=90, va="bottom",
+            )  # fmt: skip
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Training loss")
@@ -374,7 +363,8 @@ def _searched(runs: Sequence[RunRecord]) -> bool:
 def _legend(axes: Axes) -> None:
     handles, _ = axes.get_legend_handles_labels()
     if handles:
-        axes.legend(frameon=True, framealpha=0.85, edgecolor="none", fontsize=9, handlelength=2.6)
+        # Below the panel, where it covers no curve; the figure grows by its height.
+        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def parser() -> argparse.ArgumentParser:
