@@ -54,7 +54,7 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
         )
     if (source / CONFIG).is_file():
         if spec is not None:
-            raise ValueError(f"{source} contains its own spec; omit the argument spec")
+            raise ValueError(f"{source} contains its own spec; omit spec (on the command line --spec)")
         from implicit_blocks.hf.folders import read_pretrained  # imports transformers if it is installed
 
         found = read_pretrained(source)
@@ -96,4 +96,6 @@ def _spec_of(source: Path) -> ModelSpec:
     folder = source if source.is_dir() else source.parent
     if (folder / MODEL).is_file():
         return read_model_spec(folder / MODEL)
-    raise ValueError(f"{source} has no model spec; pass spec: a name in the zoo, or a YAML file")
+    raise ValueError(
+        f"{source} has no model spec; pass spec (on the command line --spec), a zoo name or a YAML file"
+    )
