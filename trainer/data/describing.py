@@ -45,10 +45,12 @@ def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None)
         check_same_tokenizer(training, validation)
         same = ": identical to the training tokens" if held_out.resolve() == training.path.resolve() else ""
         lines.append(f"validation: {_amount(validation)}{same}")
-    if training.vocab_size is not None and vocab_size is not None and 2 * training.vocab_size < vocab_size:
-        lines.append(
-            f"vocabulary: {training.vocab_size:,} in the data, {vocab_size:,} in the model (model.vocab_size)"
-        )
+    size, where = training.vocab_size, "the data"
+    if size is None:
+        beginning = training.read(0, min(training.tokens, 2**20), vocab_size=vocab_size)
+        size, where = 1 + int(beginning.max()), f"the first {counted(len(beginning), 'token')}"
+    if vocab_size is not None and 2 * size < vocab_size:
+        lines.append(f"vocabulary: {size:,} in {where}, {vocab_size:,} in the model (model.vocab_size)")
     if spec.documents == "reset":
         lines.append("documents are separated: states and attention are reset at each")
     return lines

@@ -485,3 +485,15 @@ def test_a_dry_run_reports_missing_validation_tokens(tmp_path: Path) -> None:
     assert "1 document in 1 file" in report
     assert "validation: none, so evaluation is skipped; tokenize with --validation" in report
     assert "vocabulary: 257 in the data, 8,192 in the model" in report
+
+
+def test_a_dry_run_compares_the_vocabulary_with_the_ids_of_raw_files(tmp_path: Path) -> None:
+    np.arange(512, dtype="<u2").tofile(tmp_path / "a.bin")
+    spec = TokensSpec(path=str(tmp_path), dtype="uint16", seq_len=8)
+    hint = "vocabulary: 512 in the first 512 tokens, 50,000 in the model (model.vocab_size)"
+    assert hint in spec.describe(sequences=5, vocab_size=50_000)
+    assert not any("vocabulary" in line for line in spec.describe(sequences=5, vocab_size=512))
+    with pytest.raises(
+        ValueError, match=r"token ID 500 at offset 500 of .* is outside the vocabulary of 500"
+    ):
+        spec.describe(sequences=5, vocab_size=500)
