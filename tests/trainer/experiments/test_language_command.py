@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 from implicit_blocks.specs import load_spec
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.experiments.cli import main, parser
+from trainer.experiments.common.runs import train
 from trainer.experiments.equal_compute.flops import run_flops
 from trainer.experiments.language import experiment as language
 from trainer.experiments.language.experiment import Settings, _plans, _training
@@ -189,6 +190,15 @@ def test_a_search_is_trained_until_it_executes_the_budget(tokens, tmp_path):
         assert run["curve"][-1]["flops"] == pytest.approx(1e8, rel=0.05), run["run"]
     (*_, last) = sorted((folder / "runs").glob("books_5m_mamba2-0-*"))
     assert last.name == f"books_5m_mamba2-0-{runs[0]['steps']}"
+
+
+def test_the_products_of_muon_are_part_of_the_budget(tokens, tmp_path):
+    changes = [one for one in NARROW if not one.startswith("training.max_tokens")]
+    changes += ["training.optimizer={kind: muon, learning_rate: 1e-3}", f"data.validation_path={tokens}"]
+    settings = Settings(petaflops=1e-7, bounded=(), changes=tuple(changes))
+    _, (_, explicit) = _plans("books_5m_mamba2", tokens, settings, True)
+    finished = train(explicit, tmp_path / "run", name="run", device="cpu")
+    assert language.curve(finished)[-1]["flops"] == pytest.approx(1e8, rel=0.03)
 
 
 def test_a_budget_of_flops_excludes_a_number_of_tokens(tokens, capsys):

@@ -32,7 +32,7 @@ from trainer.experiments.common.runs import (
     train,
 )
 from trainer.experiments.equal_compute.compare import MARGIN
-from trainer.experiments.equal_compute.flops import run_flops
+from trainer.experiments.equal_compute.flops import optimizer_flops_per_step, run_flops
 from trainer.experiments.language.plot import draw
 from trainer.reporting.metrics import json_value, rounded
 from trainer.reporting.pictures import write_results
@@ -264,11 +264,12 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
 
 def curve(finished: Finished) -> list[dict[str, Any]]:
     """Return the perplexity during training, with tokens and cumulative executed FLOPs."""
-    spent, tokens, flops = {}, 0, 0.0
+    spent, tokens, flops, of_optimizer = {}, 0, 0.0, optimizer_flops_per_step(finished.spec)
     for row in finished.metrics:
         rate, speed = row["tflops_executed"], row["tokens_per_second"]
         # FLOPs per token: the ratio of two rates cancels the step time.
-        flops += math.nan if rate is None else 1e12 * rate / speed * (row["tokens"] - tokens)
+        each = math.nan if rate is None else 1e12 * rate / speed
+        flops += each * (row["tokens"] - tokens) + of_optimizer
         tokens = row["tokens"]
         spent[row["step"]] = tokens, flops
     return [
