@@ -99,6 +99,12 @@ def test_without_other_shares_the_plot_shows_the_lead():
     (lead,) = [axes for axes in figure.axes if axes.get_title().startswith("Lead")]
     pairs = [line.get_xydata().tolist() for line in lead.lines if line.get_marker() == "o"]
     assert pairs == [[[0.1, pytest.approx(10.0)], [0.2, pytest.approx(25.0)]]]  # of seed 1 there is one twin
+    runs[1]["curve"][1]["flops"] = 40.0  # the implicit model's second point is a third of the way
+    figure = draw({"specs": ["books"], "runs": runs, "settings": {"petaflops": 1.0}})
+    (lead,) = [axes for axes in figure.axes if axes.get_title().startswith("Lead")]
+    (pairs,) = [line.get_xydata().tolist() for line in lead.lines if line.get_marker() == "o"]
+    between = 100.0 ** (2 / 3) * 60.0 ** (1 / 3)
+    assert pairs == [[10.0, pytest.approx(10.0)], [20.0, pytest.approx(100 * (1 - 45 / between))]]
     tokens = figure.axes[0]
     assert [(line.get_alpha(), line.get_linestyle()) for line in tokens.lines] == [
         (1.0, "-"),
