@@ -180,7 +180,7 @@ def test_every_model_executes_the_given_flops(tokens, name):
         assert spec.phase_specs()[-1].last_step == spec.total_steps
 
 
-def test_a_search_is_trained_until_it_executes_the_budget(tokens, tmp_path):
+def test_a_search_is_trained_until_it_executes_the_budget(tokens, tmp_path, capsys):
     folder = tmp_path / "out"
     arguments = ["language", "--data", str(tokens), "--specs", "books_5m_mamba2", "--bounded", "--petaflops"]
     arguments += ["1e-7", "--self-iterations", "1", "--multiples", "1", "--sequences", "4", "--device", "cpu"]
@@ -190,12 +190,22 @@ def test_a_search_is_trained_until_it_executes_the_budget(tokens, tmp_path):
         "model.stopping={tolerance: 0.5, max_iterations: 32}",
         f"data.validation_path={tokens}",
     ]
-    assert main([*arguments, "--evaluations", "2", "--output", str(folder), "--set", *changes]) == 0
+    arguments += ["--evaluations", "2", "--output", str(folder)]
+    assert main([*arguments, "--set", *changes]) == 0
     runs = json.loads((folder / "language.json").read_text())["runs"]
     for run in runs:
-        assert run["curve"][-1]["flops"] == pytest.approx(1e8, rel=0.05), run["run"]
-    (*_, last) = sorted((folder / "runs").glob("books_5m_mamba2-0-*"))
-    assert last.name == f"books_5m_mamba2-0-{runs[0]['steps']}"
+        assert run["curve"][-1]["flops"] == pytest.approx(1e8, rel=0.03), run["run"]
+        assert run["budget_share"] == pytest.approx(1, abs=0.03)
+    last = folder / "runs" / f"books_5m_mamba2-0-{runs[0]['steps']}"
+    assert runs[0]["run"] == last.name  # where its weights are
+    assert "*" not in capsys.readouterr().out
+    (last / "summary.json").unlink()
+    assert main([*arguments, "--only-finished", "--set", *changes]) == 0
+    runs = json.loads((folder / "language.json").read_text())["runs"]
+    assert runs[0]["budget_share"] < 0.97
+    _, earlier, _, note, _ = capsys.readouterr().out.splitlines()
+    assert earlier.startswith(f"{runs[0]['run']} *")
+    assert note == "* The executed FLOPs differ from --petaflops by more than 3%."
 
 
 def test_the_products_of_muon_are_part_of_the_budget(tokens, tmp_path):

@@ -8,6 +8,7 @@ read the text in the same order.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -34,6 +35,7 @@ from trainer.experiments.common.runs import (
 from trainer.experiments.equal_compute.compare import MARGIN
 from trainer.experiments.equal_compute.flops import optimizer_flops_per_step, run_flops
 from trainer.experiments.language.plot import draw
+from trainer.reporting.display import magnitude
 from trainer.reporting.metrics import json_value, rounded
 from trainer.reporting.pictures import write_results
 from trainer.specs.run import RunSpec
@@ -116,7 +118,8 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
     rows = []
     for label, spec in plans:
         if (finished := _finished(label["run"], spec, folder / "runs", settings, device)) is not None:
-            rows.append({**label, **_measured(finished, settings, place)})
+            made = {"run": finished.folder.name, "budget_share": _budget_share(finished, settings)}
+            rows.append({**label, **made, **_measured(finished, settings, place)})
     if not rows:
         raise ValueError(f"{folder} contains none of these runs finished; omit --only-finished to train them")
     how = {"experiment": "language", "specs": names, "settings": asdict(settings)}
@@ -136,14 +139,22 @@ def _finished(name: str, spec: RunSpec, folder: Path, settings: Settings, device
         if settings.only_finished and not is_finished(place):
             break
         finished = train(spec, place, name=name, device=device)
-        spent = curve(finished)[-1]["flops"]
-        if settings.petaflops is None or spent is None:
-            break
-        steps = int(spec.total_steps * settings.petaflops * 1e15 / spent)
-        if abs(steps / spec.total_steps - 1) <= MARGIN:
+        share = _budget_share(finished, settings)
+        steps = round(spec.total_steps / share)
+        if abs(share - 1) <= MARGIN or steps == spec.total_steps:  # or no other number of steps is closer
             break
         spec, place = _watched(spec, settings, steps), folder / f"{name}-{steps}"
+        if not (settings.only_finished or is_finished(place)):
+            print(
+                f"{name} executed {share:.1%} of --petaflops; training it for {steps:,} steps",
+                file=sys.stderr,
+            )
     return finished
+
+
+def _budget_share(finished: Finished, settings: Settings) -> float:
+    """Return the executed FLOPs of a run divided by their budget; 1 without a budget."""
+    return curve(finished)[-1]["flops"] / (settings.petaflops * 1e15) if settings.petaflops else 1.0
 
 
 def _plans(
@@ -297,20 +308,20 @@ def _training(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the results of the runs as an aligned text table."""
-    multiples = [f"{entry['multiple']}x" for entry in rows[0]["lengths"]]
-    lines = [
-        f"{'run':<28} parameters    tokens    FLOPs  "
-        + "  ".join(f"ppl {multiple}".rjust(8) for multiple in multiples)
-        + "  iterations  converged"
-    ]
-    for row in rows:
-        first, last = row["lengths"][0], row["curve"][-1]
-        spent = last["flops"] if last["flops"] is not None else math.nan
+    names = [row["run"] + " *" * (abs(row["budget_share"] - 1) > MARGIN) for row in rows]
+    width = max(map(len, names))
+    multiples = "  ".join(f"ppl {entry['multiple']}x".rjust(8) for entry in rows[0]["lengths"])
+    head = f"{'run':<{width}}  parameters    tokens     FLOPs  {multiples}"
+    lines = [f"{head}  iterations  residual  converged"]
+    for name, row in zip(names, rows, strict=True):
+        first, spent = row["lengths"][0], row["curve"][-1]["flops"] or math.nan
+        size = f"{magnitude(row['parameters']):>10}  {magnitude(row['tokens']):>8}  {spent:8.2e}"
         cells = "  ".join(f"{entry['perplexity']:8.2f}" for entry in row["lengths"])
-        search = ""
         if first["iterations"] is not None:
-            share = first["token_converged"]
-            search = f"  {first['iterations']:10.1f}  {'-' if share is None else format(share, '.2%'):>9}"
-        size = f"{row['parameters'] / 1e6:9.1f}M  {row['tokens'] / 1e6:7.2f}M"
-        lines.append(f"{row['run']:<28} {size}  {spent:7.1e}  {cells}{search}")
+            residual = math.nan if first["residual"] is None else first["residual"]
+            share = "-" if first["token_converged"] is None else f"{first['token_converged']:.2%}"
+            cells += f"  {first['iterations']:10.1f}  {residual:8.1e}  {share:>9}"
+        lines.append(f"{name:<{width}}  {size}  {cells}")
+    if any(name.endswith(" *") for name in names):
+        lines.append(f"* The executed FLOPs differ from --petaflops by more than {MARGIN:.0%}.")
     return "\n".join(lines)
