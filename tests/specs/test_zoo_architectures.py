@@ -187,10 +187,12 @@ def recipe_of(file: str, side: str, **fields: Any) -> dict[str, Any]:
 
 
 MEASURED = {
-    "books_5m_residual": recipe_of("averaged_gates", "implicit", loops=4),
+    "books_5m_residual": recipe_of("averaged_gates", "implicit"),
     "books_5m_residual_explicit": recipe_of("ablations", "explicit", layers=[0, 4, 0]),
     "books_5m_mamba2_residual": recipe_of("averaged_mamba2_stages", "implicit"),
-    "books_5m_mamba2_residual_explicit": recipe_of("averaged_mamba2_third_text", "explicit"),
+    "books_5m_mamba2_residual_explicit": recipe_of(
+        "averaged_mamba2_third_text", "explicit", layers=[0, 4, 0]
+    ),
 }
 
 
