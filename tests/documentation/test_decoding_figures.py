@@ -137,14 +137,14 @@ def test_tokens_per_second_with_tokens_in_flight():
 def test_tokens_per_second_of_looped_models_with_tokens_in_flight():
     page, notes = words("docs/decoding.md"), words("benchmarks/NOTES.md")
     times = []
-    names = ("looped (1-2-1 layers)", "looped (3-2-3 layers)")
-    for name, row in zip(names, results("decoding_calls_residual")["rows"], strict=True):
+    for family, row in zip(("attention", "Mamba2"), results("decoding_calls_residual")["rows"], strict=True):
         cells = [row[mode] for mode in ("sequential", "wavefront 4", "wavefront 8")]
         counts = [f"{cell['calls_per_token']:.2f}" for cell in cells]
+        name = f"{family}, looped (1-2-1 layers)"
         assert " | ".join([name, "calls per token", *counts]) in page
         speeds = [f"{cell['tokens_per_second']:,.0f}" for cell in cells]
         assert " | ".join(["tokens per second", *speeds]) in page
         times.append(f"{cells[2]['tokens_per_second'] / cells[0]['tokens_per_second']:.1f}")
         assert f"{speeds[2]} instead of {speeds[0]}" in notes
-        assert f"{name.removeprefix('looped (')[:-1]}: {counts[2]} instead of {counts[0]}" in notes
+        assert f"{family.replace('attention', 'Llama')}: {counts[2]} instead of {counts[0]}" in notes
     assert f"{' and '.join(times)} times for the looped models" in page
