@@ -24,26 +24,36 @@ from equal_compute_parts import (
     ATTRACTOR,
     BESIDE,
     CHANGES,
+    DAMPED,
     EDGES,
+    END,
     FILES,
     FOUR_LAYERS,
+    GATED,
     GATES,
     GROUPS,
     HALF,
     LONG,
     MAIN,
+    MAMBA2_STAGES,
     MORE,
     ONE_MODEL,
     OTHER,
     OTHERS,
     RANDOM,
+    RESULTS,
+    SEARCH,
     SIZES,
+    STAGED,
+    STAGED_SIZES,
     STAGES,
     THIRD,
+    choosing,
+    read,
+    reported,
 )
 from equal_compute_scaling import sentences, series
 from equal_compute_seeds import by_recipe, difference_of_runs, length_ratios, mean_perplexity
-from report import RESULTS
 
 from trainer.experiments.equal_compute.compare import CONVERGED, MARGIN, recipe_of
 from trainer.experiments.equal_compute.recipes import Recipe
@@ -69,25 +79,6 @@ SETTINGS = {
 }
 """Settings of the summary."""
 Runs = Sequence[Mapping[str, Any]]
-
-
-def read(part: str) -> list[dict[str, Any]]:
-    """Return the short rows of a part; none if it was not measured."""
-    path = RESULTS / f"{FILES[part]}.json"
-    if not path.is_file():
-        return []
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    return found
-
-
-def choosing(runs: Runs) -> list[Mapping[str, Any]]:
-    """Return the runs that chose."""
-    return [run for run in runs if run["recipe"]["seed"] == 0]
-
-
-def reported(runs: Runs) -> list[Mapping[str, Any]]:
-    """Return the runs that are reported."""
-    return [run for run in runs if run["recipe"]["seed"]]
 
 
 def model_of(recipe: Recipe) -> str:
@@ -187,9 +178,10 @@ Rows = tuple[Recipe, list[Mapping[str, Any]]]
 """A recipe, and its runs with reported seeds."""
 
 
-def several_seeds(part: str) -> list[Rows]:
-    """Return the recipes of a part that have two reported seeds or more, with their runs."""
-    return [one for one in by_recipe(reported(read(part))).items() if len(one[1]) > 1]
+def several_seeds(*parts: str) -> list[Rows]:
+    """Return the recipes of parts that have two reported seeds or more, with their runs in all of them."""
+    runs = [run for part in parts for run in reported(read(part))]
+    return [one for one in by_recipe(runs).items() if len(one[1]) > 1]
 
 
 def pairs() -> Iterator[tuple[str, Rows, Rows]]:
@@ -201,14 +193,12 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
     with one seed are left out.
     """
     for part in FILES:
-        known = several_seeds(part)
-        candidates = (*BESIDE.get(part, ()), HALF.get(part))
-        others = [one for other in candidates if other for one in several_seeds(other)]
+        candidates = (part, *BESIDE.get(part, ()), *filter(None, [HALF.get(part)]))
         explicit = sorted(
-            (one for one in (*known, *others) if one[0].side == "explicit"),
+            (one for one in several_seeds(*candidates) if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
         )
-        for ours in (one for one in known if one[0].side == "implicit"):
+        for ours in (one for one in several_seeds(part) if one[0].side == "implicit"):
             rivals = [one for one in explicit if one[0].optimizer == ours[0].optimizer]
             same = [one for one in rivals if twins(ours[0], one[0])]
             for theirs in (*same[:1], *(one for one in rivals[:1] if one not in same)):
@@ -278,8 +268,21 @@ def summary_table(parts: Sequence[str]) -> str:
 def _name(part: str, *sides: Rows) -> str:
     """Return family and sizes of recipes, penalty and weight norm of the implicit one, text and FLOPs."""
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
-    penalty = ", penalty" if sides[0][0].residual_weight else ""
-    words = (FOUR_LAYERS, "weight norm", GATES, STAGES, ATTRACTOR, RANDOM, OTHER, THIRD, LONG, MORE)
+    penalty = ", penalty" if sides[0][0].residual_weight and END not in part else ""
+    words = (
+        FOUR_LAYERS,
+        "weight norm",
+        GATES,
+        STAGES,
+        END,
+        DAMPED,
+        ATTRACTOR,
+        RANDOM,
+        OTHER,
+        THIRD,
+        LONG,
+        MORE,
+    )
     added = "".join(f", {name}" for name in words if name in part)
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
@@ -380,12 +383,29 @@ def averages_table(runs: Runs) -> str:
     return markdown(lines)
 
 
-def lines() -> str:
-    """Return what the lines through the sizes say; empty with fewer than two sizes."""
-    runs = [run for part in SIZES for run in read(part)]
-    runs = [run for run in runs if run["side"] == "explicit" or run["recipe"]["end_loops"]]
+def lines(parts: Sequence[str]) -> str:
+    """Return what the lines through the sizes of parts say; empty with fewer than two sizes."""
+    runs = [
+        run
+        for part in parts
+        for own in (part, *BESIDE.get(part, ()))
+        for run in read(own)
+        if run["side"] == "explicit" or (own == part and (run["recipe"]["end_loops"] or STAGES in part))
+    ]
     found = series(runs, layers=[1, 2, 1], optimizer="adamw")
     return sentences(found) if len(found) > 1 else ""
+
+
+def search() -> list[list[Mapping[str, Any]]]:
+    """Return the runs of the search among recipes with gates by family; three seeds of each recipe.
+
+    Seed 0 of two of them is in other parts.
+    """
+    runs = json.loads((RESULTS / f"{SEARCH}.json").read_text(encoding="utf-8"))["runs"]
+    known = by_recipe(runs)
+    others = [run for part in (GATED, STAGED, MAMBA2_STAGES) for run in choosing(read(part))]
+    runs += [run for run in others if recipe_of(run).with_seed(0) in known]
+    return [[run for run in runs if run["recipe"]["family"] == family] for family in FAMILIES]
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
@@ -420,8 +440,10 @@ def tables() -> Iterator[tuple[str, str]]:
     everything = [run for part in FILES if part != ABLATED for run in read(part)]
     if everything:
         yield "averaged weights", averages_table(everything)
-    if statements := lines():
-        yield "lines", statements
+    yield "search", recipes_table(*search())
+    for title, parts in (("lines", SIZES), ("lines of stages", STAGED_SIZES)):
+        if statements := lines(parts):
+            yield title, statements
 
 
 def draw(parts: Sequence[str]) -> Any:

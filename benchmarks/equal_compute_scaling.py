@@ -31,7 +31,7 @@ Runs = Sequence[Mapping[str, Any]]
 def series(
     runs: Runs, *, layers: Sequence[int], optimizer: str | None = None
 ) -> dict[int, dict[str, list[Mapping[str, Any]]]]:
-    """Return the reported runs of both sides by number of parameters, where both sides have some.
+    """Return the reported runs of both sides by parameters of the explicit one, at widths that both have.
 
     Of several recipes of a side and size that have the lowest perplexity on the text of the choice.
 
@@ -49,11 +49,13 @@ def series(
         wanted = tuple(layers) if recipe.side == "implicit" else (0, sum(layers), 0)
         if recipe.layers != wanted or optimizer not in (None, recipe.optimizer):
             continue
-        sides = found.setdefault(rows[0]["parameters"], {})
+        sides = found.setdefault(recipe.width, {})
         known = sides.get(recipe.side)
         if known is None or mean_perplexity(rows, "choice") < mean_perplexity(known, "choice"):
             sides[recipe.side] = rows
-    both = {size: sides for size, sides in sorted(found.items()) if len(sides) == 2}
+    both = {
+        sides["explicit"][0]["parameters"]: sides for _, sides in sorted(found.items()) if len(sides) == 2
+    }
     for size, sides in both.items():
         budgets = [sides[side][0]["flops"] / sides[side][0]["recipe"]["share"] for side in SIDES]
         if max(budgets) > min(budgets) * (1 + MARGIN):

@@ -68,6 +68,7 @@ def test_the_headline_is_that_of_the_summary(leads: Any) -> None:
     parts += ("attractor, other text, four times the FLOPs",)
     names = (
         "GATED",
+        "GATED_THIRD",
         *(f"MAMBA2_{one}" for one in ("STAGES", "STAGES_THIRD", "STAGES_10M", "FOUR", "FOUR_LONG")),
     )
     also = {PARTS[name] for name in names}
@@ -98,6 +99,7 @@ def test_which_leads_every_seed_has(leads: Any, half: dict[str, Any]) -> None:
     other |= {PARTS["NORMED"], PARTS["PENALIZED"]}
     assert other <= large
     small = {"Mamba2, twice the FLOPs", PARTS["MAMBA2_NORMED"], PARTS["MAMBA2_FOUR_10M"]}
+    other.add(PARTS["STAGED_THIRD"])
     assert every == large - other | small
     assert {part for part in several if "Mamba2" in part} - every == {"Mamba2"}
     text = "except those of Llama on the other text with twice the FLOPs and the one with `attractor` and a"
@@ -199,7 +201,7 @@ def test_more_tokens_are_within_the_tolerance_than_converge() -> None:
 
 
 def test_the_lead_of_llama_grows_with_size(half: dict[str, Any]) -> None:
-    (slope,) = (line for line in half["lines"]().splitlines() if "per factor of 10" in line)
+    (slope,) = (line for line in half["lines"](PARTS["SIZES"]).splitlines() if "per factor of 10" in line)
     low, high = slope.replace("\N{MINUS SIGN}", "-").partition("(")[2].rstrip(")").split(" to ")
     assert (low[0], high[0]) == ("-", "-")
     assert "Over the five sizes the interval of the slope excludes zero" in PAGE
