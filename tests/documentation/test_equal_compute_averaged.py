@@ -480,22 +480,3 @@ def test_the_pictures_have_all_rows_of_settings_a_and_b_with_several_seeds(
     means = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
     found = [SEEDS["difference_of_runs"](ours[1], theirs[1])["difference"] for _, _, ours, theirs in rows]
     assert sorted(means) == pytest.approx(sorted(100 * value for value in found))
-
-
-def test_text_seen_once_with_late_loops(half: dict[str, Any]) -> None:
-    runs = half["read"]("once")
-    best: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for run in half["choosing"](runs):
-        key = (run["side"], run["recipe"]["loops"], run["recipe"]["optimizer"])
-        if key not in best or run["choice"] < best[key]["choice"]:
-            best[key] = run
-    four, two = best["explicit", 0, "adamw"], best["implicit", 2, "adamw"]
-    above = percent(two["report"] / four["report"] - 1, sign=False)
-    assert f"one seed of the implicit model is {above} % above the explicit one" in PAGE
-    assert f"FLOPs for {percent(two['tokens'] / four['tokens'], 0, sign=False)} % of the text" in PAGE
-    lower = percent(1 - best["explicit", 0, "muon"]["report"] / four["report"], 0, sign=False)
-    assert f"every perplexity is lower, by {lower} % for the explicit model" in PAGE
-    more = best["implicit", 4, "adamw"]
-    assert more["converged"] > 0.9995
-    above = percent(more["report"] / four["report"] - 1, sign=False)
-    assert f"at a perplexity {above} % above that of the explicit model" in PAGE
