@@ -194,7 +194,7 @@ def test_brackets_in_results_are_escaped(tmp_path):
 
 def test_the_table_of_the_zoo_has_the_steps_of_wrapped_gradients(site):
     text = (site / "zoo.html").read_text(encoding="utf-8").partition("<table>")[2].partition("</table>")[0]
-    assert "free 24 + 4 with jacobian_penalty to step" in text
+    assert "free: 24 + 4 with jacobian_penalty to step" in text
     assert "?" not in text
 
 
@@ -204,7 +204,7 @@ def test_the_table_of_the_zoo_has_the_steps_of_wrapped_gradients(site):
         ("n_layers: 4, prelude: {n_layers: 1}", "| (1 + 4 + 0) \u00d7 64 |"),
         (
             "n_layers: 4, depth: {kind: fixed, loops: 6}, gradient: {kind: last_loops, loops: 2}",
-            "train 6 loops, the last 2 with gradients to step 1\u202f000",
+            "train: 6 loops, the last 2 with gradients to step 1\u202f000",
         ),
         ("depth: {kind: fixed, loops: 6}, gradient: {kind: last_loops}", "6 loops, all with gradients"),
         ("depth: {kind: fixed, loops: 6}", "6 loops, phantom"),

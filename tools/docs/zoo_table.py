@@ -61,8 +61,8 @@ def _layers(model: LanguageModelSpec) -> str:
 def _phases(spec: Any) -> str:
     if not isinstance(spec.model, ImplicitLMSpec):
         return "none"
-    return ", then ".join(
-        f"{phase.name} {_search(phase.model)} to step " + f"{phase.last_step:,}".replace(",", "\u202f")
+    return "; ".join(
+        f"{phase.name}: {_search(phase.model)} to step " + f"{phase.last_step:,}".replace(",", "\u202f")
         for phase in spec.phase_specs()
     )
 
