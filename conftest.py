@@ -29,6 +29,17 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
+@pytest.fixture(autouse=True)
+def _strict_torch() -> None:
+    """Use one thread, fill uninitialized memory with NaN, and seed every test with 0."""
+    torch.set_num_threads(1)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # of a module's class
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # that function formats the stack for devices, which takes a millisecond
+        torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _untuned_kernels() -> Iterator[None]:
     """Let autotuned kernels use the first configuration that runs: tuning takes long, values are equal."""

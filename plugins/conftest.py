@@ -44,17 +44,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return _Absent.from_parent(parent, path=module_path)
 
 
-@pytest.fixture(autouse=True)
-def _strict_torch() -> None:
-    """Use one thread, fill uninitialized memory with NaN, and seed every test with 0."""
-    torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # of a module's class
-    if torch.cuda.is_available():
-        torch.manual_seed(0)
-    else:  # that function formats the stack for devices, which takes a millisecond
-        torch.default_generator.manual_seed(0)
-
-
 @pytest.fixture
 def train() -> Train:
     """Return a function that runs ``python -m trainer`` in this process and returns its metrics records."""

@@ -11,20 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-
-@pytest.fixture(autouse=True)
-def _strict_torch() -> None:
-    """Use one thread per worker, NaN in uninitialized memory, and the same seed in every test."""
-    torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # of a module's class
-    if torch.cuda.is_available():
-        torch.manual_seed(0)
-    else:  # that function formats the stack for devices, which takes a millisecond
-        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
