@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.distributed import Ranks
+from trainer.distributed.tensor_parts import local_part
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Staging:
             self._make_room(large)
             self._of = of
         for name, tensor in large.items():
-            _own(self._copies[name]).copy_(_own(tensor), non_blocking=True)
+            local_part(self._copies[name]).copy_(local_part(tensor), non_blocking=True)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return {**self._copies, **small}
@@ -98,12 +99,12 @@ class Staging:
         places, size = {}, 0
         for name, tensor in tensors.items():
             places[name] = size
-            size += -(-_own(tensor).nbytes // ALIGNED) * ALIGNED
+            size += -(-local_part(tensor).nbytes // ALIGNED) * ALIGNED
         memory = _resident(max(size, ALIGNED))
         if _lock(memory):
             self._release = weakref.finalize(self, _unlock, memory)
         for name, tensor in tensors.items():
-            own, first = _own(tensor), places[name]
+            own, first = local_part(tensor), places[name]
             room = memory[first : first + own.nbytes].view(own.dtype).view(own.shape)
             if isinstance(tensor, DTensor):  # the same shard of the same tensor
                 whole: Any = torch.empty_like(tensor, device="meta")
@@ -115,11 +116,6 @@ class Staging:
 
 ALIGNED = 512  # bytes
 _THREADS = 8  # for the first touch of the pages; under torchrun torch itself has one thread
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _resident(size: int) -> Tensor:

@@ -128,7 +128,7 @@ class TensorParts:
         norm = total.sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], factor.to(entries[0].dtype))
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor.to(entries[0].dtype))
         return norm.to(entries[0].dtype)
 
     def _gradients(self, model: nn.Module) -> Iterator[tuple[Tensor, int]]:
@@ -145,7 +145,7 @@ class TensorParts:
                     mesh.size(dim) for dim, place in enumerate(gradient.placements) if place.is_replicate()
                 )
             if name not in self.parts:
-                yield _local(gradient), copies * heads
+                yield local_part(gradient), copies * heads
                 continue
             for overlap in _overlaps(gradient, self.parts[name]):
                 yield overlap.entries, copies * (heads if overlap.copied else 1)
@@ -169,13 +169,14 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() if parts is None else parts.size(name, p) for name, p in model.named_parameters())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, sharing its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _overlaps(tensor: Tensor, part: LocalPart) -> Iterator[_Overlap]:
     """Yield what this rank has of a parameter or a tensor of its shape, as views."""
-    local, first = _local(tensor), 0
+    local, first = local_part(tensor), 0
     if isinstance(tensor, DTensor):
         (box,) = tensor.__create_chunk_list__()
         first = box.offsets[0]  # FSDP shards the first dimension

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.distributed.tensor_parts import local_part
 
 
 class WeightAverage:
@@ -53,8 +54,8 @@ class WeightAverage:
         if step <= self._start:
             return
         parameters = self._parameters()
-        averages = [_own(self.tensors[name]) for name in parameters]
-        weights = [_own(parameter) for parameter in parameters.values()]
+        averages = [local_part(self.tensors[name]) for name in parameters]
+        weights = [local_part(parameter) for parameter in parameters.values()]
         if self.updates == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
@@ -79,7 +80,7 @@ class WeightAverage:
         # In place, one parameter at a time: captured graphs and shards keep their addresses, and the memory
         # of one parameter is enough.
         for name, parameter in self._parameters().items():
-            weight, average = _own(parameter), _own(self.tensors[name])
+            weight, average = local_part(parameter), local_part(self.tensors[name])
             kept = weight.clone()
             weight.copy_(average)
             average.copy_(kept)
@@ -95,8 +96,3 @@ class WeightAverage:
 def averaged(average: WeightAverage | None) -> AbstractContextManager[None]:
     """Return the context in which the model has its averaged weights, if there is an average."""
     return nullcontext() if average is None else average.applied()
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor, sharing its storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
