@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,6 +56,15 @@ def _import(module: str) -> ModuleType | str:
     if torch.cuda.is_available():
         _LOG.info("%s is not used: %s", module, reason)
     return reason
+
+
+def package_refuses(x: Tensor, documents_BL: Tensor | None) -> str:
+    """Return why no package's kernels support these inputs of a scan or a convolution, or ""."""
+    if not x.is_cuda:
+        return "its kernels require a GPU"
+    if x.dtype == torch.float64:
+        return "its kernels do not support float64"
+    return "" if documents_BL is None else "it supports one document per row"
 
 
 def require(module: str, *, package: str) -> ModuleType:

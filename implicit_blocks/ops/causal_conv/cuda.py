@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.accelerated import package_refuses, require
 from implicit_blocks.ops.backends import Backend, is_differentiated_forward, is_transformed
 
 MODULE = "causal_conv1d"
@@ -14,12 +14,8 @@ MOST_TAPS = 4
 
 
 def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> str:
-    if not x_BLC.is_cuda:
-        return "its kernels require a GPU"
-    if x_BLC.dtype == torch.float64:
-        return "its kernels do not support float64"
-    if documents_BL is not None:
-        return "it supports one document per row"
+    if reason := package_refuses(x_BLC, documents_BL):
+        return reason
     if not 2 <= weight_CW.shape[1] <= MOST_TAPS:
         return f"it supports 2 to {MOST_TAPS} taps"
     if x_BLC.shape[2] % ALIGNMENT:

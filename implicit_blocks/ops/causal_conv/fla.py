@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from implicit_blocks.ops.accelerated import MOST_IN_GRID, require
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, package_refuses, require
 from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 from implicit_blocks.ops.causal_conv import cuda
 
@@ -14,12 +14,8 @@ MODULE = "fla.modules.causal_conv1d"
 
 
 def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> str:
-    if not x_BLC.is_cuda:
-        return "its kernels require a GPU"
-    if x_BLC.dtype == torch.float64:
-        return "its kernels do not support float64"
-    if documents_BL is not None:
-        return "it supports one document per row"
+    if reason := package_refuses(x_BLC, documents_BL):
+        return reason
     if x_BLC.shape[0] > MOST_IN_GRID:
         return f"its kernels index at most {MOST_IN_GRID} rows"
     if is_differentiated_forward():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import MOST_IN_GRID, fla_backward_is_wrong, require
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, fla_backward_is_wrong, package_refuses, require
 from implicit_blocks.ops.backends import Backend, is_differentiated_forward
 from implicit_blocks.ops.ssd import mamba_ssm
 
@@ -18,12 +18,8 @@ MODULE = "fla.ops.simple_gla"
 
 
 def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> str:
-    if not x_BLHP.is_cuda:
-        return "its kernels require a GPU"
-    if x_BLHP.dtype == torch.float64:
-        return "its kernels do not support float64"
-    if documents_BL is not None:
-        return "it supports one document per row"
+    if reason := package_refuses(x_BLHP, documents_BL):
+        return reason
     batch, length, heads, _ = x_BLHP.shape
     if length > 1 and batch * heads > MOST_IN_GRID:
         return f"its kernels index at most {MOST_IN_GRID} heads of all rows"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import MOST_IN_GRID, require
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, package_refuses, require
 from implicit_blocks.ops.backends import Backend, is_differentiated_forward, without_autocast
 from implicit_blocks.ops.ssd import tuned
 
@@ -34,10 +34,8 @@ def kernels() -> ModuleType:
 
 
 def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> str:
-    if not x_BLHP.is_cuda:
-        return "its kernels require a GPU"
-    if x_BLHP.dtype == torch.float64:
-        return "its kernels do not support float64"
+    if reason := package_refuses(x_BLHP, None):
+        return reason
     if documents_BL is not None and initial_state_BHPN is not None and x_BLHP.shape[1] > 1:
         return "it separates documents only at the start of a sequence"
     if too_many(x_BLHP):
