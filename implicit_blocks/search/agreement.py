@@ -27,20 +27,13 @@ class RankAgreement:
 
     Rows that are done stay frozen while others continue: only the number of calls depends on other processes,
     no value does.
-
-    Args:
-        group: the processes that gather weights together; None: all of them.
-
     """
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
 
     def __call__(self, done: bool) -> bool:
         """Return whether all processes are done; all of them must call this."""
         # On the host: the loop has read its own flag there already, and gloo does not involve the GPU.
         waiting = torch.tensor([0 if done else 1], dtype=torch.int32)
-        dist.all_reduce(waiting, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(waiting, op=dist.ReduceOp.MAX)
         return not waiting.item()
 
 
