@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 
 class Display:
@@ -105,10 +105,9 @@ class PlainDisplay(Display):
     A run prints about `PLAIN_LINES` of them, and more if its steps take so long that a minute passes between.
     """
 
-    def __init__(self, *, log_every: int, accuracy: bool, stream: TextIO | None = None) -> None:
+    def __init__(self, *, log_every: int, accuracy: bool) -> None:
         self._log_every = log_every
         self._accuracy = accuracy
-        self._stream = stream
         self._total = 0
         self._often = log_every
         self._printed = 0.0
@@ -144,8 +143,7 @@ class PlainDisplay(Display):
 
     def log(self, text: str) -> None:
         """Print a message."""
-        # sys.stdout is looked up in every call, because tests and notebooks replace it.
-        print(text, file=self._stream or sys.stdout, flush=True)
+        print(text, flush=True)
         self._last_line = time.monotonic()
 
 

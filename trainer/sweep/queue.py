@@ -53,7 +53,6 @@ def run_queue(
     *,
     processes: int,
     threads: int | None = None,
-    started: Callable[[Job], object] = lambda job: None,
     ended: Callable[[Job, int, float], object] = lambda job, code, seconds: None,
 ) -> None:
     """Run the jobs in order, up to ``processes`` at once.
@@ -64,7 +63,6 @@ def run_queue(
         jobs: the runs.
         processes: maximum number at once.
         threads: CPU threads of each run whose spec does not set them; None: torch's default.
-        started: called when a run starts.
         ended: called with the exit code, negative for a signal, and the seconds of each run that ends.
 
     Raises:
@@ -93,7 +91,6 @@ def run_queue(
                     process = context.Process(
                         target=_train, args=(job.arguments, str(job.log), threads), daemon=True
                     )
-                    started(job)
                     process.start()
                     running[process.sentinel] = process, job, time.monotonic()
                 reap()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,14 +107,7 @@ def _boundary(text: str, near: int, *, reach: int, is_last: bool) -> int:
     return near
 
 
-def find_split(
-    documents: Documents,
-    *,
-    fraction: float,
-    seed: int,
-    gap: int = 0,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Split:
+def find_split(documents: Documents, *, fraction: float, seed: int, gap: int = 0) -> Split:
     """Select how to hold out a fraction of the documents: by document, or at a position if there is only one.
 
     Reads the first document.
@@ -127,7 +120,7 @@ def find_split(
     if not fraction:
         return OneSide(TRAIN)
     characters = 0
-    for number, piece in enumerate(documents.pieces(progress)):
+    for number, piece in enumerate(documents.pieces()):
         if piece.begins and number:
             if gap:
                 raise ValueError(
