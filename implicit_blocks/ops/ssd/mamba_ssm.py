@@ -133,11 +133,6 @@ def _step(
     return y.unsqueeze(1), state
 
 
-@_step.register_fake
-def _(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _like(x), _state_like(x, tensors[2])
-
-
 @torch.library.custom_op("implicit_blocks::mamba_ssm_scan", mutates_args=())
 def _scan(
     x: Tensor,
@@ -155,6 +150,7 @@ def _scan(
     return y, state
 
 
+@_step.register_fake
 @_scan.register_fake
 def _(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     return _like(x), _state_like(x, tensors[2])
