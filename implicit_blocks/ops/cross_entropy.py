@@ -18,12 +18,11 @@ __all__ = ["linear_cross_entropy"]
 
 CHUNK_ENTRIES = 1 << 27  # logits per chunk: 512 MiB in float32; twice as many logits in bfloat16
 ROWS = 256  # chunks are multiples of this, so that matrix products fill their tiles
+IGNORED = -100  # label of tokens without loss
 PADDING = 64  # odd vocabularies misalign bfloat16 rows, which excludes the fast matrix kernels
 
 
-def linear_cross_entropy(
-    z_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, ignored: int = -100
-) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(z_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of ``z Wᵀ`` with the labels, and the most likely tokens, (T,) int64.
 
     Gradients are computed together with the loss, chunk by chunk, and only scaled in backward: memory holds
@@ -34,9 +33,8 @@ def linear_cross_entropy(
     Args:
         z_TD: input of the head.
         weight_VD: weight of the head.
-        labels_T: int64; tokens labeled ``ignored`` have no loss. Other labels outside the vocabulary raise an
+        labels_T: int64; tokens labeled −100 have no loss. Other labels outside the vocabulary raise an
             error on a CPU, and make the loss NaN on a GPU, to avoid a synchronization.
-        ignored: label of tokens without loss.
 
     """
     device = z_TD.device.type
@@ -45,7 +43,7 @@ def linear_cross_entropy(
     else:
         compute = weight_VD.dtype
     loss, predictions = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        z_TD, weight_VD, labels_T, ignored, compute
+        z_TD, weight_VD, labels_T, compute
     )
     return loss, predictions
 
@@ -55,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, weight: Tensor, labels: Tensor, ignored: int, compute: torch.dtype
+        ctx: Any, z: Tensor, weight: Tensor, labels: Tensor, compute: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(z.device.type, enabled=False):
             vocabulary = weight.shape[0]
@@ -73,9 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits = z_part @ head.mT
                 differentiate = want_z or want_weight
                 score = _score_fused if fused else _score
-                part_loss, gradient, predictions[part] = score(
-                    logits, label, vocabulary, ignored, differentiate
-                )
+                part_loss, gradient, predictions[part] = score(logits, label, vocabulary, differentiate)
                 loss += part_loss
                 if grad_z is not None:
                     grad_z[part] = gradient @ head
@@ -92,12 +88,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         "the fused cross entropy",
         "compute torch.nn.functional.cross_entropy of the logits instead",
     )
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_z, grad_weight = ctx.saved_tensors
         return (
             None if grad_z is None else grad_z * g.to(grad_z.dtype),
             None if grad_weight is None else grad_weight * g.to(grad_weight.dtype),
-            None,
             None,
             None,
         )
@@ -115,11 +110,11 @@ def _chunks(tokens: int, width: int) -> list[slice]:
 
 
 def _score(
-    logits: Tensor, label: Tensor, vocabulary: int, ignored: int, differentiate: bool
+    logits: Tensor, label: Tensor, vocabulary: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss of a chunk, its gradient in the logits, and the most likely tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scored = label != ignored
+    scored = label != IGNORED
     index = label.where(scored, 0)[:, None]
     values = wide[:, :vocabulary]
     predictions = values.argmax(1)
@@ -136,7 +131,7 @@ def _score(
 
 
 def _score_fused(
-    logits: Tensor, label: Tensor, vocabulary: int, ignored: int, differentiate: bool
+    logits: Tensor, label: Tensor, vocabulary: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do the same with one kernel, which overwrites the logits with the gradient."""
     from implicit_blocks.ops.kernels.cross_entropy import softmax_cross_entropy_
@@ -147,7 +142,7 @@ def _score_fused(
         logits,
         label,
         vocabulary=vocabulary,
-        ignored=ignored,
+        ignored=IGNORED,
         loss_T=loss,
         predictions_T=predictions,
         differentiate=differentiate,
