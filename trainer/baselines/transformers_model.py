@@ -56,7 +56,8 @@ class TransformersLM(nn.Module):
         if self._rescale_every is not None:
             config.rescale_every = 0
         self._documents_apart: bool | None = None
-        self._longest = _longest(self.model)
+        self.longest = _longest(self.model)
+        """Size of the model's table of positions, in tokens; None: any length."""
         if not next(self.model.parameters()).is_meta:
             _require_causal(self.model, vocabulary=config.vocab_size)
 
@@ -133,10 +134,10 @@ class TransformersLM(nn.Module):
             DataError: the sequences are longer.
 
         """
-        if self._longest is not None and length > self._longest:
+        if self.longest is not None and length > self.longest:
             raise DataError(
                 f"{self.model.config.model_type!r} of transformers is configured with positions for "
-                f"{self._longest} tokens, got sequences of {length}; raise "
+                f"{self.longest} tokens, got sequences of {length}; raise "
                 "model.config.max_position_embeddings (of fresh weights), or choose shorter sequences"
             )
 
@@ -144,11 +145,6 @@ class TransformersLM(nn.Module):
     def rescales_weights(self) -> bool:
         """Whether transformers changes the weights in place when the model is evaluated, as those of RWKV."""
         return self._rescale_every is not None
-
-    @property
-    def longest(self) -> int | None:
-        """Size of the model's table of positions, in tokens; None: any length."""
-        return self._longest
 
     def reconfigure(self, spec: TransformersSpec) -> None:
         """Accept an unchanged spec only: nothing can change while the weights stay.
