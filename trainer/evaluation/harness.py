@@ -83,8 +83,6 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         max_length: maximum tokens per request; None: unlimited. ``check_lengths`` checks requests in advance.
         window: window in tokens for scoring whole documents, at most ``max_length``.
         precision: ``bfloat16`` uses autocast.
-        search: options of the model's forward pass: ``max_iterations``, ``tolerance``, ``damping``. Explicit
-            models have no search and ignore them.
         ranks: the processes, all of which make the same calls; None: one.
 
     """
@@ -99,7 +97,6 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         max_length: int | None = None,
         window: int = DEFAULT_LENGTH,
         precision: Literal["float32", "bfloat16"] = "float32",
-        search: Mapping[str, float] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._max_length: int = ANY_LENGTH if max_length is None else max_length
@@ -113,8 +110,8 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         )
         self.padding = padding
         self.window = min(window, self.max_length)
-        self.search = dict(search or {})
         self.ranks = Ranks(self.device) if ranks is None else ranks
+        self.search: dict[str, float] = {}
         self.truncated = 0
         self._solutions: list[tuple[Tensor, ...]] = []
         self._counts: list[tuple[int, int]] | None = None
@@ -122,7 +119,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
     # ------------------------------------------------------------------------------------ tally
 
     def restart(self, *, search: Mapping[str, float] | None = None) -> None:
-        """Clear the statistics and set the search options."""
+        """Clear the statistics and set options of the search, which explicit models ignore."""
         self.search = dict(search or {})
         self.truncated = 0
         self._solutions = []
