@@ -22,19 +22,16 @@ def fixed_budget(done: bool) -> bool:
     return False
 
 
-class RankAgreement:
-    """End the loop when all processes are done.
+def all_ranks_done(done: bool) -> bool:
+    """Return whether all processes are done; all of them must call this.
 
     Rows that are done stay frozen while others continue: only the number of calls depends on other processes,
     no value does.
     """
-
-    def __call__(self, done: bool) -> bool:
-        """Return whether all processes are done; all of them must call this."""
-        # On the host: the loop has read its own flag there already, and gloo does not involve the GPU.
-        waiting = torch.tensor([0 if done else 1], dtype=torch.int32)
-        dist.all_reduce(waiting, op=dist.ReduceOp.MAX)
-        return not waiting.item()
+    # On the host: the loop has read its own flag there already, and gloo does not involve the GPU.
+    waiting = torch.tensor([0 if done else 1], dtype=torch.int32)
+    dist.all_reduce(waiting, op=dist.ReduceOp.MAX)
+    return not waiting.item()
 
 
 class DividedRows:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from implicit_blocks.models.parts import ModelParts
 from implicit_blocks.models.stack import Stack
 from implicit_blocks.models.tensor_parallel import divide_model
-from implicit_blocks.search.agreement import DividedRows, RankAgreement, fixed_budget
+from implicit_blocks.search.agreement import DividedRows, all_ranks_done, fixed_budget
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
 from trainer.distributed.grid import Grid
@@ -176,7 +176,7 @@ def lay_out(
             if hasattr(unit, "advance"):
                 register_fsdp_forward_method(unit, "advance")
         if isinstance(model, AgreesOnStopping):
-            model.agree = fixed_budget if spec.stopping == "fixed_budget" else RankAgreement()
+            model.agree = fixed_budget if spec.stopping == "fixed_budget" else all_ranks_done
     # The search uses these weights many times, so they stay gathered from forward to backward. They stay in
     # float32: autocast makes bfloat16 copies once a pass, and norms and an SSM's A, dt and D use float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
