@@ -10,7 +10,6 @@ docs/equal_compute.md, the others in docs/equal_compute_tables.md.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import statistics
@@ -41,7 +40,6 @@ from equal_compute_parts import (
     OTHER,
     OTHERS,
     RANDOM,
-    RESULTS,
     SEARCH,
     SIZES,
     STAGED,
@@ -51,6 +49,7 @@ from equal_compute_parts import (
     choosing,
     read,
     reported,
+    runs_of,
 )
 from equal_compute_scaling import sentences, series
 from equal_compute_seeds import by_recipe, difference_of_runs, length_ratios, mean_perplexity
@@ -193,7 +192,9 @@ def pairs() -> Iterator[tuple[str, Rows, Rows]]:
     with one seed are left out.
     """
     for part in FILES:
-        candidates = (part, *BESIDE.get(part, ()), *filter(None, [HALF.get(part)]))
+        candidates = [part, *BESIDE.get(part, ())]
+        if part in HALF:
+            candidates.append(HALF[part])
         explicit = sorted(
             (one for one in several_seeds(*candidates) if one[0].side == "explicit"),
             key=lambda one: mean_perplexity(one[1], "choice"),
@@ -401,11 +402,11 @@ def search() -> list[list[Mapping[str, Any]]]:
 
     Seed 0 of two of them is in other parts.
     """
-    runs = json.loads((RESULTS / f"{SEARCH}.json").read_text(encoding="utf-8"))["runs"]
+    runs = runs_of(SEARCH)
     known = by_recipe(runs)
     others = [run for part in (GATED, STAGED, MAMBA2_STAGES) for run in choosing(read(part))]
-    runs += [run for run in others if recipe_of(run).with_seed(0) in known]
-    return [[run for run in runs if run["recipe"]["family"] == family] for family in FAMILIES]
+    every = [*runs, *(run for run in others if recipe_of(run).with_seed(0) in known)]
+    return [[run for run in every if run["recipe"]["family"] == family] for family in FAMILIES]
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:

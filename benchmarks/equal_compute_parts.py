@@ -152,12 +152,13 @@ STAGED_SIZES = (STAGED_2M, STAGED, STAGED_10M, STAGED_30M)
 """Parts with text and FLOPs in proportion to the size, of the former recipe and with gates and stages."""
 
 
+def _phase(name: str, until: float, loops: int) -> str:
+    return f"{{name: {name}, until: {until:g}, model: {{depth: {{loops: {loops}}}}}}}"
+
+
 def stages(*loops: int, penalty: float = 0.0) -> str:
     """Return phases of equal length with these numbers of loops; the last one may have a penalty."""
-    phases = [
-        f"{{name: loops{n}, until: {(place + 1) / len(loops):g}, model: {{depth: {{loops: {n}}}}}}}"
-        for place, n in enumerate(loops[:-1])
-    ]
+    phases = [_phase(f"loops{n}", (place + 1) / len(loops), n) for place, n in enumerate(loops[:-1])]
     gradient = f", model: {{gradient: {{residual_weight: {penalty}}}}}" if penalty else ""
     return f"phases=[{', '.join(phases)}, {{name: loops{loops[-1]}{gradient}}}]"
 
@@ -168,11 +169,8 @@ def ending(stages: Mapping[float, int], *, penalty: int) -> str:
     The last part of the steps has the loops of the model, and a penalty.
     """
     names = {1: "one", 2: "two", 3: "three", 4: "four"}
-    phases = "".join(
-        f"{{name: {names[n]}, until: {until:g}, model: {{depth: {{loops: {n}}}}}}}, "
-        for until, n in stages.items()
-    )
-    return f"phases=[{phases}{{name: end, model: {{gradient: {{residual_weight: {penalty}}}}}}}]"
+    phases = ", ".join(_phase(names[n], until, n) for until, n in stages.items())
+    return f"phases=[{phases}, {{name: end, model: {{gradient: {{residual_weight: {penalty}}}}}}}]"
 
 
 CHANGES = {
@@ -193,7 +191,12 @@ CHANGES = {
 
 def read(part: str) -> list[dict[str, Any]]:
     """Return the short rows of a part; none if it was not measured."""
-    path = RESULTS / f"{FILES[part]}.json"
+    return runs_of(FILES[part])
+
+
+def runs_of(file: str) -> list[dict[str, Any]]:
+    """Return the short rows of a result file; none if there is no such file."""
+    path = RESULTS / f"{file}.json"
     if not path.is_file():
         return []
     found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["runs"]
