@@ -134,6 +134,23 @@ def test_tokens_per_second_with_tokens_in_flight():
     assert {f"{calls[name] - own[name]:.0f}" for name in calls} == {"18"}
 
 
+def test_texts_at_a_small_tolerance():
+    found = results("equal_texts_small_tolerance")
+    assert (found["arguments"]["tolerance"], found["arguments"]["in_flight"]) == ("0.0001", "4")
+    rows = found["rows"]
+    assert {(row["model"], row["temperature"]) for row in rows} == {
+        (model, temperature) for model in ("books_5m", "books_5m_mamba2") for temperature in (0, 1)
+    }
+    prompts = sum(row["prompts"] for row in rows)
+    parted = [each for row in rows for each in row["parted"]]
+    assert sum(int(row["equal"].split()[0]) for row in rows) == prompts - len(parted)
+    assert max(each["margin"] for each in parted) < 1e-5
+    assert len(parted) == 2
+    text = f"all differences are near ties: {prompts - 2:,} of {prompts:,} texts are equal, and the other two"
+    for page in ("docs/decoding.md", "benchmarks/NOTES.md"):
+        assert f"{text} have margins below 1e-5" in words(page)
+
+
 def test_tokens_per_second_of_looped_models_with_tokens_in_flight():
     page, notes = words("docs/decoding.md"), words("benchmarks/NOTES.md")
     times = []
