@@ -29,6 +29,7 @@ from equal_compute_parts import (
     FILES,
     FOUR_LAYERS,
     GATED,
+    GATED_SIZES,
     GATES,
     GROUPS,
     HALF,
@@ -43,7 +44,6 @@ from equal_compute_parts import (
     SEARCH,
     SIZES,
     STAGED,
-    STAGED_SIZES,
     STAGES,
     THIRD,
     choosing,
@@ -391,7 +391,7 @@ def lines(parts: Sequence[str]) -> str:
         for part in parts
         for own in (part, *BESIDE.get(part, ()))
         for run in read(own)
-        if run["side"] == "explicit" or (own == part and (run["recipe"]["end_loops"] or STAGES in part))
+        if run["side"] == "explicit" or (own == part and run["recipe"]["end_loops"])
     ]
     found = series(runs, layers=[1, 2, 1], optimizer="adamw")
     return sentences(found) if len(found) > 1 else ""
@@ -442,7 +442,7 @@ def tables() -> Iterator[tuple[str, str]]:
     if everything:
         yield "averaged weights", averages_table(everything)
     yield "search", recipes_table(*search())
-    for title, parts in (("lines", SIZES), ("lines of stages", STAGED_SIZES)):
+    for title, parts in (("lines", SIZES), ("lines with gates", GATED_SIZES)):
         if statements := lines(parts):
             yield title, statements
 

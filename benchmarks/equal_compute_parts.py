@@ -29,6 +29,9 @@ STAGED_10M = f"Llama, 10 M, {GATES}, {STAGES}"
 STAGED_30M = f"Llama, 30 M, {GATES}, {STAGES}"
 GATED = f"Llama, {GATES}, {END}, {OTHER}"
 GATED_THIRD = f"Llama, {GATES}, {END}, {THIRD}"
+GATED_2M = f"Llama, 2 M, {GATES}, {END}"
+GATED_10M = f"Llama, 10 M, {GATES}, {END}"
+GATED_30M = f"Llama, 30 M, {GATES}, {END}"
 GATED_MUON = f"Llama, Muon, {GATES}, {OTHER}"
 PENALIZED = f"Llama, {ATTRACTOR} with penalty, {OTHER}, {MORE}"
 MAMBA2_FOUR = f"Mamba2, {FOUR_LAYERS}, weight norm, {OTHER}"
@@ -50,10 +53,14 @@ FILES = {
     ABLATED: "equal_compute_ablations",
     GATED: "equal_compute_averaged_gates",
     GATED_THIRD: "equal_compute_averaged_third_text_gates",
+    GATED_2M: "equal_compute_averaged_2m_gates",
+    GATED_10M: "equal_compute_averaged_10m_gates",
+    GATED_30M: "equal_compute_averaged_30m_gates",
     STAGED: "equal_compute_averaged_stages",
     STAGED_THIRD: "equal_compute_averaged_third_text",
     STAGED_2M: "equal_compute_averaged_2m_stages",
     STAGED_10M: "equal_compute_averaged_10m_stages",
+    STAGED_30M: "equal_compute_averaged_30m_stages",
     f"Llama, {OTHER}, {LONG}": "equal_compute_averaged_other_text",
     NORMED: "equal_compute_averaged_weight_norm",
     f"Llama, {OTHER}, {MORE}": "equal_compute_averaged_longest",
@@ -64,7 +71,6 @@ FILES = {
     "Llama, 10 M": "equal_compute_averaged_10m",
     f"Llama, 10 M, {LONG}": "equal_compute_averaged_10m_longer",
     "Llama, 30 M": "equal_compute_averaged_30m",
-    STAGED_30M: "equal_compute_averaged_30m_stages",
     "Llama, Muon": "equal_compute_averaged_muon",
     f"Llama, Muon, {LONG}": "equal_compute_averaged_muon_longer",
     GATED_MUON: "equal_compute_averaged_muon_gates",
@@ -103,6 +109,9 @@ BESIDE = {
     STAGED: (ABLATED,),
     GATED: (ABLATED, STAGED),
     GATED_THIRD: (STAGED_THIRD,),
+    GATED_2M: (STAGED_2M,),
+    GATED_10M: (STAGED_10M,),
+    GATED_30M: (STAGED_30M,),
     PENALIZED: (f"Llama, {OTHER}, {MORE}", f"Llama, {OTHER}, {LONG}"),
     NORMED: (f"Llama, {OTHER}, {LONG}",),
     MAMBA2_STAGES: (MAMBA2_FOUR,),
@@ -117,7 +126,8 @@ EDGES = (f"Mamba2, {MORE}", "Mamba2, longer averages", MAMBA2_STAGES_LONG)
 """Parts that the summary leaves out: they test the edges of others."""
 GROUPS = {
     STAGES: (
-        GATED, GATED_THIRD, STAGED, STAGED_THIRD, STAGED_2M, STAGED_10M, STAGED_30M,
+        GATED, GATED_THIRD, GATED_2M, GATED_10M, GATED_30M,
+        STAGED, STAGED_THIRD, STAGED_2M, STAGED_10M, STAGED_30M,
         MAMBA2_STAGES, MAMBA2_STAGES_THIRD, MAMBA2_STAGES_10M, MAMBA2_STAGES_LONG,
     ),
     "Llama": ("Llama",),
@@ -142,14 +152,17 @@ GROUPS = {
     ONCE_DAMPED: (ONCE_DAMPED,),
 }  # fmt: skip
 """Parts whose recipes share a table."""
-MAIN = (*GROUPS[STAGES], ONCE_DAMPED)
+MAIN = (
+    *(part for part in GROUPS[STAGES] if not part.startswith("Llama") or END in part),
+    ONCE_DAMPED,
+)
 OTHERS = [part for part in FILES if part not in MAIN]
 """Parts of the summary in docs/equal_compute.md, and of the other one in docs/equal_compute_tables.md."""
 ONE_MODEL = ("more passes", OTHER, "sizes", "Muon")
 """Groups whose choice was between recipes of one model of each side, which the page has in words."""
 SIZES = ("Llama, 0.7 M", "Llama, 2 M", "Llama", "Llama, 10 M", "Llama, 30 M")
-STAGED_SIZES = (STAGED_2M, STAGED, STAGED_10M, STAGED_30M)
-"""Parts with text and FLOPs in proportion to the size, of the former recipe and with gates and stages."""
+GATED_SIZES = (GATED_2M, GATED, GATED_10M, GATED_30M)
+"""Parts with text and FLOPs in proportion to the size, of the former recipe and with gates."""
 
 
 def _phase(name: str, until: float, loops: int) -> str:

@@ -51,8 +51,7 @@ def test_the_headline_on_convergence(half: dict[str, Any]) -> None:
         "with the injection `attractor` and twice the FLOPs, and with it, a penalty and four times the FLOPs"
     )
     assert f"it is reached by the Llamas {text} (100.0 % each), and missed by the others." in PAGE
-    text = "Llama of 10.2 and 29.9 M parameters reaches 99 % with every seed; the other models do not"
-    assert text in PAGE
+    assert "No model reaches 99 % with every seed; they have" in PAGE
     highest = max(change for change, _ in map(at_fixed_point, llama[ATTRACTOR]))
     assert sum(change > 0.005 for change, _ in map(at_fixed_point, llama[ATTRACTOR])) == 1
     assert f"at the fixed point {percent(highest, sign=False)} % above that with its loops" in PAGE
@@ -60,8 +59,7 @@ def test_the_headline_on_convergence(half: dict[str, Any]) -> None:
     other = {part for part in PARTS["FILES"] if part.startswith("Llama") and "other text" in part}
     assert recorded == other | {
         "Llama, 30 M",
-        PARTS["GATED_THIRD"],
-        *(PARTS[f"STAGED_{one}"] for one in ("2M", "10M", "30M", "THIRD")),
+        *(PARTS[f"{one}_{size}"] for one in ("GATED", "STAGED") for size in ("2M", "10M", "30M", "THIRD")),
     }
     (large,) = half["own_residual"](half["read"]("Llama, 30 M"))
     assert f"missed by that of 29.9 M, which has no penalty ({percent(large, 2, sign=False)} %)" in PAGE
@@ -69,9 +67,12 @@ def test_the_headline_on_convergence(half: dict[str, Any]) -> None:
     every += implicit(half, OTHER)
     shares = half["own_residual"](every)
     assert len(shares) == len(every)
-    assert shares[0] >= 0.99
+    assert shares[0] < 0.99 <= shares[1]
     text = f"({percent(shares[0], 2, sign=False)} to {percent(shares[-1], 2, sign=False)} %)"
-    assert f"by all {len(every)} implicit Llamas of 5.3 M parameters on the other text {text} and" in PAGE
+    assert (
+        f"by all but one of {len(every)} implicit Llamas of 5.3 M parameters on the other text {text} and"
+        in PAGE
+    )
     notes = words("benchmarks/NOTES.md")
     assert f"by their own residual {text[1:-1]} of the tokens are within the tolerance" in notes
 

@@ -22,17 +22,19 @@ from tests.documentation.equal_compute_pages import (
 )
 from trainer.experiments.equal_compute.tables import at_fixed_point
 
-END, END_THIRD, STAGED, THIRD, SMALLEST, MIDDLE, LARGE, MUON = (
+END, END_THIRD, SMALLEST, MIDDLE, LARGE, STAGED, THIRD, MUON = (
     PARTS[name]
     for name in (
-        *("GATED", "GATED_THIRD", "STAGED", "STAGED_THIRD"),
-        *("STAGED_2M", "STAGED_10M", "STAGED_30M", "GATED_MUON"),
+        *("GATED", "GATED_THIRD", "GATED_2M", "GATED_10M", "GATED_30M"),
+        *("STAGED", "STAGED_THIRD", "GATED_MUON"),
     )
 )
+STAGED_SIZES = tuple(PARTS[f"STAGED_{size}M"] for size in (2, 10, 30))
 SMALL, SMALL_THIRD, WIDE, LONG = (PARTS[f"MAMBA2_STAGES{name}"] for name in ("", "_THIRD", "_10M", "_LONG"))
-REACHING = (END, END_THIRD, SMALL, SMALL_THIRD, WIDE)
+REACHING = (END, MIDDLE, SMALL, SMALL_THIRD)
 """Parts that reach the target of setting (a)."""
-EVERY = (*REACHING, STAGED, THIRD, SMALLEST, MIDDLE, LARGE)
+EVERY = (*REACHING, END_THIRD, SMALLEST, LARGE, WIDE)
+"""Parts of the main page with several passes over the text."""
 Runs = list[dict[str, Any]]
 difference = SEEDS["difference_of_runs"]
 
@@ -51,8 +53,19 @@ def models(half: dict[str, Any], *parts: str) -> dict[str, Runs]:
 
 
 def implicit(half: dict[str, Any], part: str) -> Runs:
-    (found,) = (rows for name, rows in models(half, part).items() if "implicit" in name)
-    return found
+    """Return the reported runs of the implicit recipe that the text of the choice prefers."""
+    found = (rows for recipe, rows in half["several_seeds"](part) if recipe.side == "implicit")
+    best: Runs = min(found, key=choice)
+    return best
+
+
+def at_rate(half: dict[str, Any], rate: float, *parts: str) -> dict[tuple[str, int, int], Runs]:
+    """Return the reported runs with a learning rate by side, layers and loops."""
+    return {
+        (recipe.side, sum(recipe.layers), recipe.loops): rows
+        for recipe, rows in half["several_seeds"](*parts)
+        if recipe.learning_rate == rate
+    }
 
 
 def converged(runs: Runs) -> list[float]:
@@ -65,71 +78,151 @@ def test_the_headline(leads: Any) -> None:
         part for part, one in found.items() if one["difference"] <= -0.05 and one["below_with_every_seed"]
     }
     assert reaching == set(REACHING)
-    assert "is reached in these five comparisons" in MAIN
-    end, end_third, staged, third = (found[part] for part in (END, END_THIRD, STAGED, THIRD))
-    text = f"8 loops at the end: {below(end)} % below on the other text (95 % interval: {interval(end)}), on"
-    text = f"{text} which the recipe was chosen, and {below(end_third)} % below on the third text"
-    assert f"{text} ({interval(end_third)}), on which nothing was chosen" in MAIN
-    text = f"5.5 M parameters in 4 layers, stages: {below(found[SMALL])} % below on the other text"
-    text = f"{text} ({interval(found[SMALL])}) and {below(found[SMALL_THIRD])} % below on the third text"
-    assert f"{text} ({interval(found[SMALL_THIRD])})" in MAIN
-    text = f"11.1 M parameters in 4 layers, stages: {below(found[WIDE])} % below ({interval(found[WIDE])})"
-    assert text in MAIN
-    text = f"Llama with stages is {below(staged)} % below on the other text ({interval(staged)}) and"
-    assert f"{text} {below(third)} % on the third ({interval(third)})" in MAIN
+    assert len(EVERY) - len(REACHING) == 4
+    assert "and by Mamba2 of 5.5 M on both texts. The other four comparisons miss it" in MAIN
+    assert {part for part, one in found.items() if not one["below_with_every_seed"]} == {SMALLEST}
+    text = f"Llamas of 5.3 and 10.2 M parameters by {below(found[END])} and {below(found[MIDDLE])} %, Mamba2"
+    assert f"{text} of 5.5 and 11.1 M by {below(found[SMALL])} and {below(found[WIDE])} %" in MAIN
+    for size, part, other, said in (
+        ("Llama, 5.3 M parameters", END, END_THIRD, ", on which the recipe was chosen,"),
+        ("Mamba2, 5.5 M parameters in 4 layers", SMALL, SMALL_THIRD, ""),
+    ):
+        first, second = ((below(found[name]), interval(found[name])) for name in (part, other))
+        label = "95 % interval: " if part == END else ""
+        text = f"{size}: {first[0]} % below on the other text ({label}{first[1]}){said} and {second[0]} %"
+        assert f"{text} below on the third text ({second[1]})" in MAIN
+    for size, part in (("10.2 M parameters", MIDDLE), ("11.1 M parameters in 4 layers", WIDE)):
+        assert f"{size}: {below(found[part])} % below ({interval(found[part])})" in MAIN
+    least, large = found[SMALLEST], found[LARGE]
+    text = f"1.9 M parameters: {below(least)} % below ({interval(least)}), and 29.9 M: {below(large)} % below"
+    assert f"{text} ({interval(large)}, two seeds)" in MAIN
+    assert large["seeds"] == [2, 2]
+    assert f"on the third text, of 5.3 M ({below(found[END_THIRD])} %), and by Mamba2 of 11.1 M" in MAIN
+
+
+def chosen_by_seed_0(
+    half: dict[str, Any], *parts: str
+) -> dict[tuple[str, int, int], dict[tuple[float, float], dict[str, Any]]]:
+    """Return the runs of seed 0 by side, layers and loops, and by learning rate and weight decay."""
+    found: dict[tuple[str, int, int], dict[tuple[float, float], dict[str, Any]]] = {}
+    for part in parts:
+        for run in half["choosing"](half["read"](part)):
+            recipe = run["recipe"]
+            key = (run["side"], sum(recipe["layers"]), recipe["loops"])
+            found.setdefault(key, {})[recipe["learning_rate"], recipe["weight_decay"]] = run
+    return found
+
+
+def best(grid: dict[tuple[float, float], dict[str, Any]]) -> tuple[float, float]:
+    return min(grid, key=lambda point: grid[point]["choice"])
+
+
+def test_llama_of_10_m(half: dict[str, Any], leads: Any) -> None:
+    staged = STAGED_SIZES[1]
+    grids = chosen_by_seed_0(half, MIDDLE, staged)
+    points = {(1e-3, 1.5), (2e-3, 1.5), (1e-3, 3), (5e-4, 3)}
+    for kind in (("implicit", 4, 3), ("explicit", 4, 0), ("explicit", 8, 0)):
+        assert set(grids[kind]) == points
+        assert best(grids[kind]) == (1e-3, 1.5)
+    assert "of rates from 5e-4 to 2e-3 and decays of 1.5 and 3 all Llamas chose 1e-3 and 1.5" in MAIN
+    ours = implicit(half, MIDDLE)
+    low, high = (at_rate(half, rate, MIDDLE, staged) for rate in (1e-3, 2e-3))
+    assert ours is not None
+    assert ours == low["implicit", 4, 3]
+    four, eight = low["explicit", 4, 0], low["explicit", 8, 0]
+    against = [difference(ours, rival) for rival in (four, eight)]
+    assert against == [leads[setting, MIDDLE, "adamw"] for setting in "ab"]
+    own = [below(difference(on_choice(ours), on_choice(rival))) for rival in (four, eight)]
+    text = f"the implicit model is {below(against[0])} % below 4 explicit layers, every seed below every"
+    text = f"{text} explicit one, and {below(against[1])} % below 8 layers of 17.3 M parameters; on the text"
+    text = f"{text} of the choice {own[0]} and {own[1]} %"
+    assert text in TABLES
+    other = [difference(ours, high["explicit", layers, 0]) for layers in (4, 8)]
+    text = f"it is {below(other[0])} % (95 % interval: {interval(other[0])}) and {below(other[1])} % below"
+    assert f"{text} (95 % interval: {interval(other[1])})" in TABLES
+    for layers in (4, 8):
+        pair = [SEEDS["mean_perplexity"](rows["explicit", layers, 0]) for rows in (high, low)]
+        assert pair[0] < pair[1]
+    stages = [difference(high["implicit", 4, 4], rival) for rival in (four, eight)]
+    above = percent(stages[1]["difference"], sign=False)
+    assert f"three seeds, are {below(stages[0])} % below 4 layers and {above} % above 8" in TABLES
+    values = [grids["implicit", 4, loops][1e-3, 1.5]["choice"] for loops in (4, 3)]
+    text = (
+        f"where they have {values[0]:.2f} on the text of the choice, and 8 loops at the end {values[1]:.2f}"
+    )
+    assert text in TABLES
+    divided = difference(low["implicit", 4, 8], four)
+    text = f"is {below(divided)} % below 4 layers (95 % interval: {interval(divided)})"
+    assert text in TABLES
 
 
 def test_llamas_of_other_sizes(half: dict[str, Any], leads: Any) -> None:
-    least, middle, large = (leads["a", part, "adamw"] for part in (SMALLEST, MIDDLE, LARGE))
-    text = f"1.9 M parameters {below(least)} % below ({interval(least)}), 10.2 M"
-    text = f"{text} {percent(middle['difference'], sign=False)} % above ({interval(middle)}) and 29.9 M"
-    assert f"{text} {below(large)} % below ({interval(large)}, two seeds)" in MAIN
-    assert large["seeds"] == [2, 2]
-    assert large["below_with_every_seed"]
-    assert "At 29.9 M each of the two implicit seeds is below both explicit ones" in TABLES
-    assert f"for both sides the lead at 29.9 M is {below(large)} %, with two seeds" in TABLES
-    runs = models(half, MIDDLE)["explicit 4 w384"]
-    reported = sorted(run["report"] for run in runs)
-    assert f"seeds range from {reported[0]:.1f} to {reported[-1]:.1f} with a learning rate of 2e-3" in MAIN
-    assert {run["recipe"]["learning_rate"] for run in runs} == {2e-3}
-    chose: dict[Any, Any] = {
-        (part, run["side"], run["recipe"]["learning_rate"]): run
-        for part in (MIDDLE, LARGE, WIDE)
-        for run in half["choosing"](half["read"](part))
-        if sum(run["recipe"]["layers"]) == 4
-        and run["recipe"]["end_loops"] == 0
-        and run["recipe"]["weight_decay"] < 4
+    small, _, large = STAGED_SIZES
+    grids = chosen_by_seed_0(half, SMALLEST, small)
+    for kind in (("implicit", 4, 3), ("explicit", 4, 0)):
+        rates, decays = map(set, zip(*grids[kind], strict=True))
+        assert (rates, decays) == ({2e-3, 4e-3, 8e-3}, {0.375, 0.75, 1.5})
+        assert best(grids[kind]) == (4e-3, 0.75)
+    explicit = models(half, small)["explicit 4 w128"]
+    found = {
+        recipe.learning_rate: rows
+        for recipe, rows in half["several_seeds"](SMALLEST)
+        if recipe.side == "implicit"
     }
-    low, high = (chose[MIDDLE, "explicit", rate]["choice"] for rate in (1e-3, 2e-3))
-    assert f"to 2e-3 on the text of the choice ({low:.2f} and {high:.2f})" in MAIN
-    low, high = (chose[LARGE, "explicit", rate] for rate in (5e-4, 1e-3))
+    values = [choice(rows) for rows in (implicit(half, small), found[4e-3])]
+    text = f"stages ({values[0]:.2f}) come before 8 loops at the end ({values[1]:.2f}), which are"
+    lead, level = (difference(found[rate], explicit) for rate in (4e-3, 2e-3))
+    assert lead == leads["a", SMALLEST, "adamw"]
+    assert f"{text} {below(lead)} % below the explicit model" in TABLES
+    text = f"level with it: {percent(level['difference'])} % (95 % interval: {interval(level)})"
+    assert text in TABLES
+    both = [leads["a", part, "adamw"] for part in (LARGE, large)]
+    assert all(one["below_with_every_seed"] and one["seeds"] == [2, 2] for one in both)
+    text = f"With 8 loops at the end the lead is {below(both[0])} %, with stages {below(both[1])} %"
+    assert text in TABLES
+    rates = {
+        (side, rate): run
+        for (side, *_), grid in chosen_by_seed_0(half, large).items()
+        for (rate, _), run in grid.items()
+    }
+    for side in ("implicit", "explicit"):
+        assert rates[side, 1e-3]["choice"] < rates[side, 2e-3]["choice"]
+    low, high = (rates["explicit", rate] for rate in (5e-4, 1e-3))
     text = f"({low['choice']:.2f} and {high['choice']:.2f}), and is level on the held-out books"
     assert f"{text} ({low['report']:.2f} and {high['report']:.2f})" in MAIN
-    low, high = (chose[WIDE, "implicit", rate]["choice"] for rate in (1e-3, 2e-3))
-    assert f"with seed 0 ({low:.2f} and {high:.2f})" in MAIN
-    for side in ("implicit", "explicit"):
-        assert chose[LARGE, side, 1e-3]["choice"] < chose[LARGE, side, 2e-3]["choice"]
-    lead = difference([chose[LARGE, "implicit", 1e-3]], [chose[LARGE, "explicit", 1e-3]])
-    assert f"with seed 0, which chose, the implicit model is {below(lead)} % below" in TABLES
-    grid = half["choosing"](half["read"](SMALLEST))
-    for side in ("implicit", "explicit"):
-        own = [run for run in grid if run["side"] == side]
-        points = {(run["recipe"]["learning_rate"], run["recipe"]["weight_decay"]) for run in own}
-        assert points == {(rate, decay) for rate in (2e-3, 4e-3) for decay in (0.75, 1.5)}
-        best = min(own, key=lambda run: run["choice"])["recipe"]
-        assert (best["learning_rate"], best["weight_decay"]) == (4e-3, 0.75)
+
+
+def test_mamba2_of_11_m(half: dict[str, Any], leads: Any) -> None:
+    grids = chosen_by_seed_0(half, WIDE)
+    low, high = (grids["implicit", 4, 4][rate, 2]["choice"] for rate in (1e-3, 2e-3))
+    ours, other = (at_rate(half, rate, WIDE) for rate in (1e-3, 2e-3))
+    again = [choice(rows["implicit", 4, 4]) for rows in (ours, other)]
+    assert f"({low:.2f} and {high:.2f}), and so do the reported seeds ({again[0]:.2f} and" in MAIN
+    assert f"{again[1]:.2f})" in MAIN
+    text = f"to 2e-3 ({low:.2f} and {high:.2f} on the text of the choice), and explicit models prefer 2e-3"
+    pairs = []
+    for layers in (4, 8):
+        pair = [grids["explicit", layers, 0][rate, 2]["choice"] for rate in (1e-3, 2e-3)]
+        assert pair[1] < pair[0]
+        pairs.append(f"{layers} layers {pair[0]:.2f} and {pair[1]:.2f}")
+    assert f"{text} ({', '.join(pairs)})" in TABLES
+    assert implicit(half, WIDE) == ours["implicit", 4, 4]
+    chosen = [leads[setting, WIDE, "adamw"] for setting in "ab"]
+    text = f"is {below(chosen[0])} % below 4 explicit layers and {below(chosen[1])} % below 8 narrower ones"
+    assert text in TABLES
+    before = [difference(other["implicit", 4, 4], other["explicit", layers, 0]) for layers in (4, 8)]
+    text = f"with 2e-3 it is {below(before[0])} % below (95 % interval: {interval(before[0])}) and"
+    assert f"{text} {below(before[1])} % below (95 % interval: {interval(before[1])})" in TABLES
+    assert f"that Mamba2 is {below(before[0])} % below ({interval(before[0])})" in MAIN
 
 
 def test_beside_explicit_models_of_any_depth_and_width(half: dict[str, Any], leads: Any) -> None:
     llama, middle, small, third, wide = (
         leads["b", part, "adamw"] for part in (END_THIRD, MIDDLE, SMALL, SMALL_THIRD, WIDE)
     )
-    text = f"Llama with 8 loops at the end is {below(llama)} % below 8 explicit layers of 8.5 M parameters"
-    assert f"{text} on the third text ({interval(llama)})" in MAIN
-    above = percent(middle["difference"], sign=False)
-    text = f"with stages is {above} % above 8 layers of 17.3 M ({interval(middle)})"
-    assert text in MAIN
-    assert f"and {above} % above 8, all with the learning rate of 5.3 M" in TABLES
+    text = f"Llama of 5.3 M parameters is {below(llama)} % below 8 explicit layers of 8.5 M on the third text"
+    text = f"{text} ({interval(llama)}), and Llama of 10.2 M is {below(middle)} % below 8 layers of 17.3 M"
+    assert f"{text} ({interval(middle)})" in MAIN
     deep = difference(
         models(half, SMALL)["implicit 4 stages"], models(half, PARTS["MAMBA2_FOUR"])["explicit 8 w320"]
     )
@@ -143,10 +236,10 @@ def test_beside_explicit_models_of_any_depth_and_width(half: dict[str, Any], lea
     text = f"11.1 M is {below(wide)} % below 8 layers of equal size ({interval(wide)})"
     assert text in MAIN
     readme = words("README.md")
-    text = f"Llama 5M {below(llama)} % ({interval(llama)}), Mamba2 {below(small)} % (5M) and"
+    text = f"Llama {below(llama)} % (5M) and {below(middle)} % (10M), Mamba2 {below(small)} % (5M) and"
     assert f"{text} {below(wide)} % (11M)" in readme
     notes = words("benchmarks/NOTES.md")
-    text = f"Llama {below(llama)} % ({interval(llama)}), Mamba2 {below(small)} and {below(wide)} %."
+    text = f"Llama {below(llama)} and {below(middle)} %, Mamba2 {below(small)} and {below(wide)} %."
     assert text in notes
 
 
@@ -157,7 +250,7 @@ def test_llama_of_5_3_m(half: dict[str, Any], leads: Any) -> None:
     assert text in TABLES
     assert [run["recipe"]["seed"] for run in plain["explicit 4 w256"]] == [1, 2, 3, 4, 5]
     end, staged = (leads["a", part, "adamw"] for part in (END, STAGED))
-    assert end["seeds"] == [3, 5]
+    assert end["seeds"] == [5, 5]
     assert end["below_with_every_seed"]
     assert staged["below_with_every_seed"]
     text = f"{below(end)} % below with 8 loops at the end and {below(staged)} % below with stages, every seed"
@@ -216,8 +309,6 @@ def test_mamba2(half: dict[str, Any]) -> None:
         and run["recipe"]["weight_decay"] == 2
     )
     assert f"Without gates and stages seed 0 has {plain['report']:.2f}" in TABLES
-    explicit = [run["recipe"] for run in half["choosing"](half["read"](WIDE)) if run["side"] == "explicit"]
-    assert {recipe["learning_rate"] for recipe in explicit} == {2e-3, 4e-3}
 
 
 def test_mamba2_with_twice_the_flops(half: dict[str, Any]) -> None:
@@ -235,18 +326,22 @@ def test_mamba2_with_twice_the_flops(half: dict[str, Any]) -> None:
 
 
 def test_convergence(half: dict[str, Any]) -> None:
-    every = {part: implicit(half, part) for part in EVERY}
+    parts = (*EVERY, STAGED, THIRD, *STAGED_SIZES)
+    every = {part: implicit(half, part) for part in parts}
     runs = [run for rows in every.values() for run in rows]
     own = half["own_residual"](runs)
-    assert own[0] >= 0.99
+    assert [share >= 0.99 for share in own[:2]] == [False, True]
+    assert own[0] in half["own_residual"](every[END])
     assert f"by their own residual {ends(own, 2)} % of the tokens of every model with gates" in MAIN
+    text = f"except for one seed of Llama of 5.3 M parameters ({percent(own[0], 2, sign=False)} %)"
+    assert text in MAIN
     changes = [change for change, _ in map(at_fixed_point, runs)]
     text = f"changes the perplexity by {percent(min(changes))} to {percent(max(changes))} %"
     assert text in MAIN
     reaching = {part for part, rows in every.items() if min(converged(rows)) >= 0.99}
-    assert reaching == {MIDDLE, LARGE}
-    others = [run for part, rows in every.items() if part not in reaching for run in rows]
-    assert f"the other models do not, with {ends(converged(others))} %" in MAIN
+    assert reaching == set(STAGED_SIZES[1:])
+    others = [run for part in EVERY for run in every[part]]
+    assert f"99 % with every seed; they have {ends(converged(others))} %" in MAIN
     rest = [run for part, rows in every.items() if part not in (END, STAGED) for run in rows]
     assert f"with all tokens before them {ends(converged(rest))} % of the tokens converge in 32" in TABLES
     within = half["own_residual"](rest, max_iterations=16)
@@ -308,12 +403,12 @@ def test_the_statements_of_other_pages(page: str, leads: Any) -> None:
         leads["a", part, "adamw"]
         for part in (END, END_THIRD, SMALLEST, MIDDLE, LARGE, SMALL, SMALL_THIRD, WIDE)
     )
-    above = percent(middle["difference"], sign=False)
     wanted = {
         "README.md": (
             f"Llama 5M: {below(llama)} % on one text (95 % interval: {interval(llama)}) and {below(third)} %"
-            f" on another ({interval(third)}). Llamas of other sizes: 2M {below(least)} %, 10M level, 30M"
-            f" {below(large)} %, two seeds. - Mamba2 5M: {below(small)} % ({interval(small)}) and"
+            f" on another ({interval(third)}). Llama 10M: {below(middle)} % ({interval(middle)}), 2M"
+            f" {below(least)} %, 30M {below(large)} %, two seeds."
+            f" - Mamba2 5M: {below(small)} % ({interval(small)}) and"
             f" {below(small_third)} % ({interval(small_third)}). Mamba2 11M: {below(wide)} %"
             f" ({interval(wide)})."
         ),
@@ -323,14 +418,15 @@ def test_the_statements_of_other_pages(page: str, leads: Any) -> None:
         ),
         "benchmarks/NOTES.md": (
             f"Llama of 5.3 M parameters has {below(llama)} % on one text ({interval(llama)}) and"
-            f" {below(third)} % on another ({interval(third)}), of 1.9 M {below(least)} %, of 10.2 M none"
-            f" ({above} % above) and of 29.9 M {below(large)} % (two seeds); Mamba2 of 5.5 M {below(small)}"
+            f" {below(third)} % on another ({interval(third)}), of 1.9 M {below(least)} %, of 10.2 M"
+            f" {below(middle)} % and of 29.9 M {below(large)} % (two seeds); Mamba2 of 5.5 M {below(small)}"
             f" and {below(small_third)} %, of 11.1 M {below(wide)} %."
         ),
         "CHANGELOG.md": (
             f"Llama (`books_5m_residual`) is {below(llama)} % below its explicit twin on the second text"
-            f" without additional FLOPs and {below(third)} % on a third, and Mamba2 with 4 layers"
-            f" (`books_5m_mamba2_residual`) {below(small)} and {below(small_third)} %, {below(wide)} % at"
+            f" without additional FLOPs and {below(third)} % on a third, {below(middle)} % at 10.2 M, and"
+            f" Mamba2 with 4 layers (`books_5m_mamba2_residual`) {below(small)} and"
+            f" {below(small_third)} %, {below(wide)} % at"
         ),
     }
     assert wanted[page] in text

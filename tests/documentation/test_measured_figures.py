@@ -327,20 +327,21 @@ def language_models():
             [*plain["explicit", 4], *averaged_seeds("averaged_stages")["explicit", 4]],
         ),
         (
-            f"{size}, Llama 5M, gates, third text, 1.83 PFLOP",
-            averaged_seeds("averaged_third_text_gates")["implicit", 4],
-            averaged_seeds("averaged_third_text")["explicit", 4],
-        ),
-        (
             f"{size}, Mamba2 5M, gates and stages, 1.83 PFLOP",
             averaged_seeds("averaged_mamba2_stages")["implicit", 4],
             four["explicit", 4],
         ),
         *(
-            (f"{size}, {name}", *(averaged_seeds(part)[side, 4] for side in ("implicit", "explicit")))
-            for name, part in (
-                ("Mamba2 5M, gates and stages, third text, 1.83 PFLOP", "averaged_mamba2_third_text"),
-                ("Mamba2 11M, gates and stages, 7.5 PFLOP", "averaged_mamba2_stages_10m"),
+            (f"{size}, {name}", averaged_seeds(part)["implicit", 4], averaged_seeds(other)["explicit", 4])
+            for name, part, other in (
+                (
+                    "Llama 5M, gates, third text, 1.83 PFLOP",
+                    "averaged_third_text_gates",
+                    "averaged_third_text",
+                ),
+                ("Llama 10M, gates, 6.5 PFLOP", "averaged_10m_gates", "averaged_10m_stages"),
+                ("Mamba2 5M, gates and stages, third text, 1.83 PFLOP", *["averaged_mamba2_third_text"] * 2),
+                ("Mamba2 11M, gates and stages, 7.5 PFLOP", *["averaged_mamba2_stages_10m"] * 2),
             )
         ),
         (f"{size}, Mamba2 5M, 4 layers, 1.83 PFLOP", four["implicit", 4], four["explicit", 4]),
