@@ -180,6 +180,10 @@ def test_llamas_of_other_sizes(half: dict[str, Any], leads: Any) -> None:
     assert all(one["below_with_every_seed"] and one["seeds"] == [2, 2] for one in both)
     text = f"With 8 loops at the end the lead is {below(both[0])} %, with stages {below(both[1])} %"
     assert text in TABLES
+    (slope,) = (line for line in half["lines"](PARTS["GATED_SIZES"]).splitlines() if "factor of 10" in line)
+    assert slope.endswith("to \N{MINUS SIGN}0.0%)")
+    assert leads["a", MIDDLE, "adamw"]["difference"] < both[0]["difference"]
+    assert "The interval of the difference barely excludes zero" in TABLES
     rates = {
         (side, rate): run
         for (side, *_), grid in chosen_by_seed_0(half, large).items()
