@@ -47,7 +47,7 @@ def type_and_bounds(spec: DepthSpec) -> None:
             numbers = _listed(loops) or [1]
             require(
                 fits and min(numbers) >= 1 and (maximum is None or max(numbers) <= maximum),
-                depth,
+                spec,
                 "type and bounds",
                 f"sample({batch_size}) returned {loops!r}, maximum_loops is {maximum}; return None, an int, "
                 "or a tensor (B,) of int64, at least 1 and at most the maximum",
@@ -112,7 +112,7 @@ def resumes(spec: DepthSpec) -> None:
                 other.load_state_dict(state)
             require(
                 _samples(other, 20, batch_size) == expected,
-                depth,
+                spec,
                 "resumes",
                 f"{name} with the state dict does not continue the numbers; keep the counter in a persistent "
                 "buffer, and read it again after a state dict is loaded",
@@ -127,7 +127,7 @@ def evaluation(spec: DepthSpec) -> None:
     found += _samples(depth.train(), 3)
     require(
         found == expected and evaluated == [None] * 5,
-        depth,
+        spec,
         "evaluation",
         f"in evaluation sample returned {evaluated[0]}, and training continued with {found[3:]} instead of "
         f"{expected[3:]}; return None unless self.training",

@@ -78,7 +78,7 @@ def _built(subject: Subject) -> GradientEstimator:
         isinstance(gradient, GradientEstimator),
         gradient,
         "is a GradientEstimator",
-        "derive it from implicit_blocks.GradientEstimator",
+        "pass an instance of a subclass of implicit_blocks.GradientEstimator",
     )
     return gradient
 
@@ -138,7 +138,8 @@ def formula(
             error < limit,
             problem.gradient,
             "formula",
-            f"the gradient of the {name} differs from the oracle's by {error:.1e}",
+            f"the gradient of the {name} differs from the oracle's by {error:.1e}; the oracle is {oracle!r}, "
+            "and that of a biased estimator is its own formula: oracle=lambda J: …",
         )
 
 

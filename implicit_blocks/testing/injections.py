@@ -289,7 +289,7 @@ def parameters(spec: InjectionSpec) -> None:
 
 
 INJECTION_CONTRACTS: dict[str, Callable[[InjectionSpec], None]] = named(
-    (shapes_and_dtypes, positions_apart, purity, direct, gradients, widths, parameters)
+    (purity, shapes_and_dtypes, positions_apart, direct, gradients, widths, parameters)
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from implicit_blocks._utils.describe import described
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.models.stack import mixed_and_state
 from implicit_blocks.registry import build
@@ -147,10 +148,11 @@ def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None =
     original = z.clone()
     y = mixer(z, u, committed.layers[0], mixer.prepare(with_ids(mixer, window, z)))
     require(
-        isinstance(y, Tensor),
+        isinstance(y, Tensor) and y.shape == z.shape,
         mixer,
         "mixes a window",
-        f"forward returned a {type(y).__name__}; return the mixed window alone, and its state from advance",
+        f"forward returned {described(y)} for a window that is {described(z)}; return the mixed window "
+        "alone, and its state from advance",
     )
     require_untouched(mixer, z, original)
     return y  # type: ignore[no-any-return]  # checked above

@@ -23,9 +23,9 @@ from implicit_blocks.testing.mixer_runs import D_MODEL
 
 MIXER_CONTRACTS: dict[str, Callable[..., Any]] = named(
     (
+        windows.state_untouched,
         windows.causality,
         windows.window_splits,
-        windows.state_untouched,
         windows.batch_independence,
         windows.padding,
         windows.padded_windows,

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.interfaces import Solver
 from implicit_blocks.registry import build
-from implicit_blocks.search.loop import point_and_state
+from implicit_blocks.search.loop import check_next_point, check_solver_state, point_and_state
 from implicit_blocks.search.search import Search
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import SolverSpec, Stopping
@@ -74,12 +74,19 @@ def contraction(
 
 def _built(subject: Solver | SolverSpec) -> Solver:
     solver = build(subject) if isinstance(subject, SolverSpec) else subject
-    require(isinstance(solver, Solver), solver, "is a Solver", "derive it from implicit_blocks.Solver")
+    require(
+        isinstance(solver, Solver),
+        solver,
+        "is a Solver",
+        "pass an instance of a subclass of implicit_blocks.Solver",
+    )
     return solver
 
 
-def _search(solver: Solver, *, compact: bool = False, **stopping: Any) -> Search:
-    return Search(solver=solver, stopping=Stopping(**stopping), compact=compact)
+def _search(
+    solver: Solver, *, compact: bool = False, trajectory: tuple[int, ...] = (), **stopping: Any
+) -> Search:
+    return Search(solver=solver, stopping=Stopping(**stopping), compact=compact, trajectory=trajectory)
 
 
 def _require_converged(solution: Solution, solver: Solver, contract: str) -> None:
@@ -138,7 +145,8 @@ def elements_apart(subject: Solver | SolverSpec) -> None:
         error < 1e-12 and bool(dirty.diverged[0]) and not bool(dirty.diverged[1:].any()),
         solver,
         "elements apart",
-        f"a NaN in element 0 changes the others by {error:.1e}; sum over features (dim 1), not over elements",
+        f"a NaN in element 0 changes the others by {error:.1e}; sum over features (dim 1), not over "
+        "elements, and keep all memory in the state",
     )
 
 
@@ -190,23 +198,12 @@ def state_layout(subject: Solver | SolverSpec) -> None:
     z = torch.randn_like(expected)
     state = solver.init(z)
     for _ in range(3):
-        before, fz = pytree.tree_map(lambda leaf: leaf.clone(), state), f(z)
-        originals = z.clone(), fz.clone()
+        check_solver_state(solver, state, ROWS)
+        leaves, fz = pytree.tree_leaves(state), f(z)
+        before, originals = [leaf.clone() for leaf in leaves], (z.clone(), fz.clone())
         proposed, after = point_and_state(solver, solver.update(z, fz, state, f))
-        require(
-            isinstance(proposed, Tensor) and proposed.shape == z.shape and proposed.dtype == z.dtype,
-            solver,
-            "state layout",
-            f"update must return a point like the one given, {tuple(z.shape)} in {z.dtype}",
-        )
-        leaves = pytree.tree_leaves(state)
-        require(
-            all(isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == ROWS for leaf in leaves),
-            solver,
-            "state layout",
-            "every leaf of the state must be a tensor that leads with the elements, counters included",
-        )
-        same = all(torch.equal(a, b) for a, b in zip(leaves, pytree.tree_leaves(before), strict=True))
+        check_next_point(solver, proposed, z)
+        same = all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
         require(
             same and torch.equal(z, originals[0]) and torch.equal(fz, originals[1]),
             solver,
@@ -220,21 +217,15 @@ def frozen_elements(subject: Solver | SolverSpec) -> None:
     """Check that a converged element keeps its exact value while others iterate."""
     solver = _built(subject)
     f, expected = contraction([0.05, 0.3, 0.6, 0.9])
-    calls: list[tuple[Tensor, Tensor]] = []
-
-    def recorded(z: Tensor) -> Tensor:
-        fz = f(z)
-        calls.append((z.clone(), fz.clone()))
-        return fz
-
-    solution = _search(solver, tolerance=1e-8, max_iterations=1000)(recorded, torch.zeros_like(expected))
+    z0, calls = torch.zeros_like(expected), tuple(range(1, 1001))
+    search = _search(solver, tolerance=1e-8, max_iterations=1000, trajectory=calls)
+    solution = search(f, z0)
     _require_converged(solution, solver, "frozen elements")
+    points = [z0, *(solution.trajectory or {}).values()]
     for row, count in enumerate(solution.iterations.tolist()):
-        value = calls[count - 1][1][row]  # the output of f in the call in which it converged
+        value = f(points[count - 1])[row]  # the output of f in the call in which it converged
         require(
-            all(
-                torch.equal(point, value) for point in (solution.z[row], *(z[row] for z, _ in calls[count:]))
-            ),
+            all(torch.equal(point[row], value) for point in (solution.z, *points[count:])),
             solver,
             "frozen elements",
             f"row {row} converged in {count} iterations and changed afterwards; "

@@ -70,7 +70,7 @@ BREAKS = {
     "bare tensor": ("value", "returns a Solution", "return the search's solution with your value"),
     "detached": ("value", "value", "must carry the gradient"),
     "another point": ("value", "value", "not the fixed point"),
-    "biased": ("formula", "formula", "differs from the oracle's"),
+    "biased": ("formula", "formula", "the oracle is 'implicit', and that of a biased estimator is its own"),
     "searches twice": ("budget", "budget", "10 more calls of f"),
     "batch mean": ("rows_apart", "rows apart", "alone differs"),
     "one slot": ("several_solves", "several solves", "keep nothing of a solve"),
@@ -118,5 +118,5 @@ def test_the_gradient_of_the_computation_is_an_oracle():
 
 
 def test_an_object_of_another_type_is_refused():
-    with pytest.raises(ContractError, match=r"derive it from implicit_blocks\.GradientEstimator"):
+    with pytest.raises(ContractError, match=r"a subclass of implicit_blocks\.GradientEstimator"):
         check_gradient("phantom")

@@ -126,7 +126,7 @@ class Faulty(ib.Mixer):
             x = x + 0.01 * x.mean(1, keepdim=True)
         if self.fault == "batch mean":
             x = x - x.mean(0)
-        if self.hidden is not None:
+        if self.fault == "unsaved":
             x = x * self.hidden
         if self.fault == "unsaved buffer":
             x = x * self.table
@@ -142,6 +142,10 @@ class Faulty(ib.Mixer):
         y: Tensor = self.out_proj(torch.stack(steps, 1).tanh())
         if self.fault == "cut":
             y = y[:, :-1]
+        if self.fault == "constant":
+            y = y.detach()
+        if self.fault == "remembers":
+            y, self.hidden = y + (0 if self.hidden is None else self.hidden.mean()), y
         if self.fault == "no state":
             return y
         if self.fault == "counts windows":
@@ -183,7 +187,8 @@ BREAKS = {
     "looks ahead": ("causality", "causality", "mask later tokens"),
     "forgets": ("window_splits", "window splits", "check the state"),
     "counts windows": ("window_splits", "window splits", "change the final state"),
-    "cut": ("window_splits", "shape", "for input"),
+    "cut": ("causality", "mixes a window", "(3, 8, 16) of float64 for a window that is"),
+    "remembers": ("state_untouched", "state untouched by iteration", "keep nothing between calls"),
     "writes": ("state_untouched", "state untouched by iteration", "return new tensors"),
     "writes z": ("causality", "window untouched", "must not write to z"),
     "forward writes z": ("state_untouched", "window untouched", "must not write to z"),
@@ -209,6 +214,7 @@ BREAKS = {
     "used slots": ("slots", "slots", "call 6: the token after 3 others in slot 1"),
     "commits the whole window": ("slot_windows", "slot windows", "check gather, advance_prefix and write"),
     "detached": ("gradients", "gradients", "direction of a"),
+    "constant": ("gradients", "gradients", "the gradient is 0, finite differences"),
     "detached state": ("gradients", "gradients", "advance, in windows"),
     "type": ("low_precision", "low precision", "it raised RuntimeError"),
     "unsaved": ("copies", "state dict", "parameters or persistent buffers"),
@@ -226,6 +232,11 @@ BREAKS = {
 
 def test_the_correct_mixer_passes():
     check_mixer(FaultySpec())
+
+
+def test_memory_outside_of_the_state_is_named_by_the_first_contract_that_detects_it():
+    with pytest.raises(ContractError, match="keep nothing between calls"):
+        check_mixer(FaultySpec(fault="remembers"))
 
 
 def test_slots_are_optional():

@@ -35,6 +35,8 @@ class Faulty(ib.Solver):
             z0.mul_(0.5)
         if self.fault == "counter":
             return (torch.zeros_like(z0), torch.zeros(1))
+        if self.fault == "number":
+            return (torch.zeros_like(z0), 0)
         return (torch.zeros_like(z0),)
 
     def update(self, z, fz, state, f):
@@ -61,6 +63,8 @@ class Faulty(ib.Solver):
         after = (residual,)
         if self.fault == "no state":
             return z + 0.8 * residual
+        if self.fault == "short":
+            return fz[:, 1:], after
         if self.fault == "detaches":
             return z + 0.8 * residual.detach(), after
         if self.fault == "counter":
@@ -83,6 +87,8 @@ BREAKS = {
     "moves the start": ("one_iteration", "one iteration", "first point"),
     "batch": ("elements_apart", "elements apart", "not over elements"),
     "counter": ("state_layout", "state layout", "counters included"),
+    "number": ("state_layout", "state layout", "its state contains a int"),
+    "short": ("state_layout", "next point", "a tensor (4, 11) of float64 for a point that is"),
     "writes state": ("state_layout", "state layout", "must not modify its arguments"),
     "writes z": ("state_layout", "state layout", "must not modify its arguments"),
     "own memory": ("selected_elements", "selected elements", "keep all memory in the state"),
@@ -110,6 +116,23 @@ def test_a_fault_is_detected_and_named(fault):
     assert message.startswith("Faulty")
     assert f"breaks the contract '{name}'" in message
     assert remedy in message
+
+
+def test_memory_outside_of_the_state_is_named_by_the_first_contract_that_detects_it():
+    with pytest.raises(ContractError, match="keep all memory in the state"):
+        check_solver(FaultySpec(fault="own memory"))
+
+
+class TwoCalls(ib.Solver):
+    def init(self, z0):
+        return ()
+
+    def update(self, z, fz, state, f):
+        return f(fz), state
+
+
+def test_a_solver_may_call_the_map_itself():
+    check_solver(TwoCalls())
 
 
 # The search guarantees these contracts unless a solver writes to its arguments.
@@ -147,9 +170,12 @@ def test_a_spec_and_its_solver_must_agree_on_differentiable(monkeypatch):
         SOLVER_CONTRACTS["differentiable"](FaultySpec())
 
 
-def test_an_object_of_another_type_is_refused():
-    with pytest.raises(ContractError, match=r"str breaks the contract 'is a Solver'|derive it from"):
-        check_solver("picard")
+@pytest.mark.parametrize("subject", ["picard", TwoCalls, ib.PhantomSpec()])
+def test_an_object_of_another_type_is_refused(subject):
+    with pytest.raises(
+        ContractError, match="breaks the contract 'is a Solver': pass an instance of a subclass"
+    ):
+        check_solver(subject)
 
 
 def test_a_spec_of_an_unregistered_kind_is_not_blamed_for_a_contract() -> None:
