@@ -229,7 +229,7 @@ def build(spec: Any, **context: Any) -> Any:
         raise _broken(found, f"its builder cannot be called as builder({arguments}): {error}") from error
     if base is not None and not isinstance(built, _imported(base)):
         returned = f"its builder returned a {type(built).__name__}"
-        raise _broken(found, f"{returned}; return a {base.replace(':', '.')}")
+        raise _broken(found, f"{returned}; return an instance of {base.replace(':', '.')}")
     return built
 
 
@@ -244,8 +244,8 @@ def _imported(path: str) -> Any:
 
 def _broken(entry: Entry, found: str) -> ValueError:
     return ContractError(
-        f"{entry.family} {entry.kind!r} of {entry.owner} {entry.version} breaks the contract 'builds a "
-        f"{entry.family}': {found}"
+        f"{entry.family} {entry.kind!r} of {entry.owner} {entry.version} breaks the contract 'builds its "
+        f"family': {found}"
     )
 
 
@@ -337,12 +337,12 @@ def _register(plugin: object, name: str, owner: str, version: str) -> None:
         )
     staged: dict[tuple[str, str], Entry] = {}
 
-    def stage(family: str, spec_class: type[Any], builder: Builder) -> None:
+    def add(family: str, spec_class: type[Any], builder: Builder) -> None:
         new = _checked_entry(family, spec_class, builder, owner, version)
         _refuse_clash(new, {**_state.entries, **staged})
         staged[family, new.kind] = new
 
-    manager.hook.register_components(add=stage)
+    manager.hook.register_components(add=add)
     _state.entries.update(staged)
 
 

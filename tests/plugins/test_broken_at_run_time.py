@@ -207,7 +207,10 @@ class OtherSpec(ib.SolverSpec):
 @pytest.mark.parametrize(
     ("builder", "words"),
     [
-        (lambda spec: "picard", ["returned a str", "return a implicit_blocks.interfaces.Solver"]),
+        (
+            lambda spec: "picard",
+            ["returned a str", "return an instance of implicit_blocks.interfaces.Solver"],
+        ),
         (lambda: None, ["cannot be called as builder(spec)"]),
         (lambda spec, d_model: None, ["cannot be called", "d_model"]),
     ],
@@ -216,7 +219,7 @@ def test_a_builder_that_breaks_its_contract_is_reported(builder, words):
     registry.add("solver", OtherSpec, builder, owner="acme-other", version="0.1")
     with pytest.raises(ContractError) as caught:
         ib.build(OtherSpec())
-    for word in ["solver 'acme.other' of acme-other 0.1 breaks the contract 'builds a solver'", *words]:
+    for word in ["solver 'acme.other' of acme-other 0.1 breaks the contract 'builds its family'", *words]:
         assert word in str(caught.value)
     check_solver(ib.PicardSpec())
 
