@@ -314,10 +314,10 @@ ZOO = (
 
 
 def shown(value: float | None) -> str:
-    """Format a number: four digits, thousands separated by spaces."""
+    """Format a number: four digits, thousands separated by commas."""
     if value is None:
         return ""
-    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def cause(text: str) -> str:

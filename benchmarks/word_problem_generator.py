@@ -4,7 +4,7 @@
 
 Measures `WordProblem.sample`, from the generator to int64 tensors (and smaller types), with the process on
 one core; each figure is the median of repetitions, with the fastest and slowest. Then the published draw
-order, and `WordProblemStream.batch` at the batch sizes of training. The required rate is 200 000 sequences of
+order, and `WordProblemStream.batch` at the batch sizes of training. The required rate is 200,000 sequences of
 length 256 per second of processor time: on an idle machine this equals wall time, on a busy one it counts
 only the time given to this process. Writes ``results/word_problem_generator.json``.
 """

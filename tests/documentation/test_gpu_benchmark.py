@@ -211,7 +211,7 @@ def test_the_table_has_the_utilization_of_training(gpu):
     line = figure.row({"works": {"rows": [row]}})
     assert (
         gpu.gpu_table.table({"rows": [line]}).splitlines()[-1]
-        == "| llama | tokens/s | 64 687 | 7 (target missed), 44 % | 9 | 12 |"
+        == "| llama | tokens/s | 64,687 | 7 (target missed), 44 % | 9 | 12 |"
     )
 
 
@@ -240,7 +240,7 @@ def test_the_steps_of_the_trainer_have_a_separate_table(gpu):
     result["zoo"] = [row, {"spec": "mamba2_1.3b", "phase": "free", "failed": "too few steps"}]
     message = gpu.gpu_table.quoted_tables(result).splitlines()
     size = "4 \N{MULTIPLICATION SIGN} 2048"
-    line = f"| `llama_1.3b` free (32+4), step checkpointing | {size} | 3.0 | 9 169 |  | 44 | 61.5 |  |"
+    line = f"| `llama_1.3b` free (32+4), step checkpointing | {size} | 3.0 | 9,169 |  | 44 | 61.5 |  |"
     assert message[-1] == line
     assert gpu.gpu_table.zoo_table({**result, "zoo": []}) == ""
 

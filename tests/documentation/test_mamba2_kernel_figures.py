@@ -7,10 +7,6 @@ import pytest
 from tests.documentation.tables import results, words
 
 
-def spaced(number):
-    return f"{number:,}".replace(",", " ")
-
-
 def test_training_with_the_later_kernels_of_mamba2():
     found = results("gpu_training_compared_mamba2_h200")
     overview, notes = words("docs/results.md"), words("benchmarks/NOTES.md")
@@ -24,10 +20,10 @@ def test_training_with_the_later_kernels_of_mamba2():
         ("state_tracking", "state tracking, 512 \N{MULTIPLICATION SIGN} 256, at 18 iterations", 2_400_000),
     ):
         waited, running = rates[work, "after"]
-        assert f"| {name} | {spaced(waited)}, {spaced(running)} |" in overview
+        assert f"| {name} | {waited:,}, {running:,} |" in overview
         assert f"| the same with later kernels | {waited:,} | {running:,} | | {target:,} |" in notes
         assert all(new > old for new, old in zip((waited, running), rates[work, "fe09da6d"], strict=True))
-        before.insert(0, ", ".join(map(spaced, rates[work, "fe09da6d"])))
+        before.insert(0, ", ".join(f"{rate:,}" for rate in rates[work, "fe09da6d"]))
     assert f"where the kernels before had {' and '.join(before)})" in overview
     assert min(rates["state_tracking", "after"]) > 2_400_000
     small, large = (

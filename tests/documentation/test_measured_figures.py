@@ -37,7 +37,7 @@ def results(name):
 
 
 def thousands(number):
-    return f"{number:,}".replace(",", " ")
+    return f"{number:,}"
 
 
 def program(name):

@@ -171,7 +171,7 @@ def test_fla_refuses_more_rows_or_heads_than_a_grid_counts(on_gpu):
         x, B = (torch.zeros(rows, 2, heads, 1).bfloat16() for heads in (257, 1))
         return ssd(x, torch.zeros(rows, 2, 257), -torch.ones(257), B, B, backend="fla")[0]
 
-    assert len(scanned(255)) == 255  # 65 535 heads of all rows
+    assert len(scanned(255)) == 255  # 65,535 heads of all rows
     with pytest.raises(ValueError, match=r"'fla' can't run these inputs: .* 65535 heads of all rows"):
         scanned(256)
 

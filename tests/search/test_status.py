@@ -148,14 +148,14 @@ def test_a_value_near_overflow_that_maps_to_itself_converges():
 
 
 def test_an_overflowing_difference_of_float16_points_does_not_diverge():
-    """The difference of 60 000 and −30 000 is not finite in float16."""
+    """The difference of 60,000 and −30,000 is not finite in float16."""
     solution = solved(lambda z: -0.5 * z + 10, torch.full((1, 4), 6e4, dtype=torch.float16), tolerance=0.05)
     assert solution.converged.all()
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_an_extrapolation_beyond_the_type_does_not_diverge(solver):
-    """The secant of the first two values leads to 300 000; the fixed point is 60 000."""
+    """The secant of the first two values leads to 300,000; the fixed point is 60,000."""
     z0 = torch.zeros(2, 4, dtype=torch.float16)
     solution = solved(lambda z: (0.9 * z + 3e4).clamp(max=6e4), z0, solver=solver)
     assert solution.converged.all()

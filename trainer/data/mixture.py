@@ -1,6 +1,6 @@
 """A weighted mixture of sources, in an order that is computed from the position alone.
 
-Samples are dealt in blocks of 65 536 in which every source has its exact share. A keyed permutation assigns
+Samples are dealt in blocks of 65,536 in which every source has its exact share. A keyed permutation assigns
 the samples of a block to sources, and the n-th sample taken from a source is its own n-th. So any position
 can be computed without its predecessors, and a resumed run reads exactly the remaining samples.
 """

@@ -35,7 +35,7 @@ def random_words(key: tuple[int, int], *, stream: int, index: int, count: int) -
 class Categorical:
     """Draws indices from a categorical distribution, with 16 random bits for almost all of them.
 
-    The 65 536 values of a 16-bit number are divided among the indices: index k owns ``floor(65536·P_k)`` of
+    The 65,536 values of a 16-bit number are divided among the indices: index k owns ``floor(65536·P_k)`` of
     them, and one look-up finds the owner. The remaining values (fewer than there are indices) trigger a
     second draw, by a 64-bit number, from the distribution of the remainders. This avoids a rejection loop and
     realizes each probability to within 2^-64 (the rounding of the second draw's thresholds).

@@ -38,7 +38,7 @@ def residuals(z_EF: Tensor, fz_EF: Tensor, *, scale: Tensor, relative: bool) -> 
             )
             return found, grown
         sums = torch.empty(2, elements, parts, dtype=torch.float64, device=z_EF.device)
-        # One grid dimension for both: the second one would limit the number of elements to 65 535.
+        # One grid dimension for both: the second one would limit the number of elements to 65,535.
         _partial[(elements * parts,)](
             z_EF, fz_EF, sums, features, parts, elements * parts, BLOCK=block, num_warps=4
         )

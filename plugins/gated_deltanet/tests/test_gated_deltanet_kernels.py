@@ -84,6 +84,6 @@ def test_more_heads_than_a_grid_counts_are_refused(monkeypatch):
         given = (x, x, x, numbers, numbers)
         return gated_delta_rule_fla(*given, initial_state_BHKV=None, documents_BL=None)[0]
 
-    assert len(scan(255)) == 255  # 65 535 heads of all rows
+    assert len(scan(255)) == 255  # 65,535 heads of all rows
     with pytest.raises(ValueError, match=r"at most 65535 heads.*256 rows of 257 heads.*'plain'"):
         scan(256)

@@ -44,6 +44,6 @@ def test_more_heads_than_a_grid_counts_are_refused(monkeypatch):
         x = torch.zeros(rows, 1, 257, 1).bfloat16()
         return DELTA_RULE.choose("fla", x, x, x, x, x, x, None, None).name
 
-    assert choose(255) == "fla"  # 65 535 heads of all rows
+    assert choose(255) == "fla"  # 65,535 heads of all rows
     with pytest.raises(ValueError, match=r"at most 65535 heads.*256 rows of 257 heads"):
         choose(256)

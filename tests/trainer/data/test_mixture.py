@@ -24,7 +24,7 @@ from trainer.specs.run import MixtureSpec
 def parts(
     tmp_path: Path, *, sizes: tuple[int, ...] = (101, 1001), weights: tuple[float, ...] = (1, 3)
 ) -> list[Part]:
-    """Return sources of consecutive token IDs: the first from 0 on, the second from 10 000 on, and so on."""
+    """Return sources of consecutive token IDs: the first from 0 on, the second from 10,000 on, and so on."""
     made = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         path = tmp_path / f"{number}.bin"

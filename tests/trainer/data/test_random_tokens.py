@@ -13,7 +13,7 @@ from trainer.data.random_tokens import Categorical
 
 
 def test_leftover_values_are_redrawn_from_the_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
-    thirds = Categorical([Fraction(1, 3)] * 3)  # 21 845 of 65 536 values each, and one left over
+    thirds = Categorical([Fraction(1, 3)] * 3)  # 21,845 of 65,536 values each, and one left over
     bits = np.array([0, 21844, 21845, 43690, 65534, 65535, 65535, 65535], dtype="<u2")
     third = 2**64 // 3
     again = np.array([third - 1, third, 2 * third], dtype=np.uint64)

@@ -115,7 +115,7 @@ def test_the_identity_fraction_is_p_and_its_share_of_the_rest() -> None:
 
 
 def test_a_large_group_is_uniform_too() -> None:
-    # 720·4 elements: few whole cells of 65 536 each, so the second draw matters.
+    # 720·4 elements: few whole cells of 65,536 each, so the second draw matters.
     problem = WordProblem(group="S6", monoid="EABX", identity_probability=0)
     inputs, _ = problem.sample(2048, 256, seeded(9))
     counts = np.bincount(inputs.reshape(-1).numpy(), minlength=2880)

@@ -83,7 +83,7 @@ def random_maze(side: int, rng: random.Random, *, openings: float, shortest: int
         shortest: least number of steps from start to goal.
 
     Raises:
-        ValueError: no such maze was found in 1 000 attempts.
+        ValueError: no such maze was found in 1,000 attempts.
 
     """
     for _ in range(1000):
