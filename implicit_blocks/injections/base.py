@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 class Injection(nn.Module, ABC):
-    """Feeds the prelude's output ``e`` to the iterated core: ``z ← leave(core(enter(z, e)), z, e)``.
+    """Feeds the prelude's output ``e`` to the core: ``u = enter(z, e)``; ``z ← leave(core(u), z, u, e)``.
 
     Each function acts on every position separately, so that causality, windows and batch rows are untouched.
     Built as ``build(spec, d_model=D, core_width=C, projected=U, norm_eps=…)``, also on the meta device.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import implicit_blocks as ib
 from implicit_blocks.registry.scaffold import FAMILIES, PluginNames
 from implicit_blocks.registry.scaffold.writing import render
 
@@ -47,6 +48,12 @@ def imports(text: str) -> Iterator[tuple[int, str, tuple[str, ...]]]:
         for module, names in found:
             if module.partition(".")[0] in ("implicit_blocks", "trainer"):
                 yield node.lineno, module, names
+
+
+def test_the_page_names_only_public_classes() -> None:
+    found = set(re.findall(r"`ib\.(\w+)`", PAGE))
+    assert {"Solver", "DepthSpec", "Start"} < found
+    assert all(hasattr(ib, name) for name in found - {"NAME"}), found
 
 
 def test_plugins_import_only_from_public_modules() -> None:
