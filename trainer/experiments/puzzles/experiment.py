@@ -187,9 +187,11 @@ def _powers(most: int) -> list[int]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the results as an aligned text table."""
     restarts = list(rows[0]["solved"])
-    lines = ["at most  iterations  converged  " + "".join(f"{f'of {r}':>9}" for r in restarts) + "   any"]
+    lines = [
+        "at most  iterations  converged  " + "".join(f"{f'surest of {r}':>14}" for r in restarts) + "    any"
+    ]
     for row in rows:
-        shares = "".join(f"{share:9.1%}" for share in row["solved"].values())
+        shares = "".join(f"{share:14.1%}" for share in row["solved"].values())
         lines.append(
             f"{row['max_iterations']:7d}  {row['mean_iterations']:10.1f}  {row['converged']:9.1%}  {shares}"
             f"{row['solved_by_any']:7.1%}"

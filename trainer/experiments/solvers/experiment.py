@@ -303,13 +303,13 @@ def table(one: dict[str, Any], *, tolerance: float) -> str:
     width = max(len(row["config"]) for row in rows)
     lines = [
         f"{one['run']}: {one['sequences']} sequences of {one['length']} tokens, tolerance {tolerance:g}",
-        f"{'':<{width}}  {'scope':<8}  {'iterations':>10}  {'most':>5}  {'calls':>6}  {'work':>7}  "
+        f"{'':<{width}}  {'scope':<8}  {'iterations':>10}  {'maximum':>7}  {'calls':>6}  {'work':>7}  "
         f"{'seconds':>8}  {'converged':>9}  {'error':>8}",
     ]
     for row in rows:
         lines.append(
             f"{row['config']:<{width}}  {row['scope']:<8}  {row['iterations_mean']:10.1f}  "
-            f"{row['iterations_max']:5d}  {row['calls']:6d}  {row['work']:7.1f}  {row['seconds']:8.3f}  "
+            f"{row['iterations_max']:7d}  {row['calls']:6d}  {row['work']:7.1f}  {row['seconds']:8.3f}  "
             f"{row['converged']:9.0%}  {row['logit_error']:8.1e}"
         )
     return "\n".join(lines)
