@@ -197,10 +197,10 @@ class Loop:
         def call_elements(z_EF: Tensor) -> Tensor:
             return self.elements(self.call(z_EF.reshape(z.shape), valid))
 
-        z_EF = self.elements(z)
-        returned = self.solver.update(z_EF, self.elements(fz), self.state.solver, call_elements)
+        z_EF, fz_EF = self.elements(z), self.elements(fz)
+        returned = self.solver.update(z_EF, fz_EF, self.state.solver, call_elements)
         proposed, solver_state = point_and_state(self.solver, returned)
-        check_next_point(self.solver, proposed, z_EF)
+        check_next_point(self.solver, proposed, z_EF, fz_EF)
         return proposed.reshape(z.shape), solver_state
 
     def count(self, improved: Tensor, row_counts: Tensor | None) -> tuple[int, int, bool]:
@@ -362,14 +362,20 @@ def point_and_state(solver: Solver, returned: Any) -> tuple[Any, Any]:
     return z, state
 
 
-def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor) -> None:
+def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor, fz_EF: Tensor) -> None:
     """Check that the point that a solver proposes has the shape (E, F) and type of the one before.
 
     Raises:
         ContractError: it has not.
+        ValueError: it has not, because the value of the map has another type.
 
     """
     if not isinstance(proposed, Tensor) or proposed.shape != z_EF.shape or proposed.dtype != z_EF.dtype:
+        if fz_EF.dtype != z_EF.dtype:
+            raise ValueError(
+                f"the map returned {fz_EF.dtype} for points of {z_EF.dtype}; return the type of the argument "
+                "(in a model: from the mixers, MLPs, scalings and the injection)"
+            )
         require(
             False,
             solver,

@@ -202,7 +202,7 @@ def state_layout(subject: Solver | SolverSpec) -> None:
         leaves, fz = pytree.tree_leaves(state), f(z)
         before, originals = [leaf.clone() for leaf in leaves], (z.clone(), fz.clone())
         proposed, after = point_and_state(solver, solver.update(z, fz, state, f))
-        check_next_point(solver, proposed, z)
+        check_next_point(solver, proposed, z, fz)
         same = all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
         require(
             same and torch.equal(z, originals[0]) and torch.equal(fz, originals[1]),

@@ -78,6 +78,8 @@ class BadMixer(ib.Mixer):
             return z[:1]  # would be broadcast
         if self.fault == "integers":
             return z.long()
+        if self.fault == "double":
+            return (z + u).double()
         return (z, state) if self.fault == "pair" else 0.1 * z
 
     def advance(self, z, u, state, context):
@@ -144,6 +146,14 @@ def test_the_error_names_plugin_contract_and_remedy(parts, contract, words):
     for word in words:
         assert word in message
     model()(TOKENS, labels=TOKENS).loss.backward()  # other models are not affected
+
+
+@pytest.mark.parametrize("solver", [ib.PicardSpec(), ib.AndersonSpec(), ib.BroydenSpec()])
+def test_a_mixer_that_widens_the_stream_is_not_blamed_on_the_solver(solver):
+    stopping = ib.Stopping(tolerance=0.0, max_iterations=3)
+    broken = model(mixer=BadMixerSpec(fault="double"), solver=solver, stopping=stopping)
+    with pytest.raises(ValueError, match=r"returned torch\.float64 for points of torch\.float32.*mixers"):
+        broken(TOKENS, labels=TOKENS)
 
 
 def test_advance_must_return_a_pair():
