@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from implicit_blocks.interfaces import Mixer
 from implicit_blocks.layers import add_weight_norm
@@ -132,7 +133,7 @@ def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 
 def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check the spec's parameter shapes, parameter counts and FLOPs, where they are not None."""
+    """Check the spec's parameter shapes, parameter counts, FLOPs and state size, where they are not None."""
     with torch.device("meta"):
         mixer: Mixer = build(spec, d_model=d_model)
     listed = spec.parameter_shapes(d_model)
@@ -161,3 +162,17 @@ def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         "costs",
         f"flops_per_token({d_model}, 64) returns {operations}; return None if unknown",
     )
+    z, u = (part[:1] for part in inputs(mixer, d_model))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        stated = spec.state_bytes(d_model, tokens=LENGTH, itemsize=dtype.itemsize)
+        if stated is not None:
+            cast = make(spec, d_model).to(dtype)
+            _, state = run(cast, z.to(dtype), u.to(dtype), [LENGTH], start=begin(cast, 1, dtype=dtype))
+            size = sum(leaf.nbytes for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
+            require(
+                stated == size,
+                mixer,
+                "costs",
+                f"state_bytes({d_model}, tokens={LENGTH}, itemsize={dtype.itemsize}) returns {stated}; the "
+                f"state of a sequence takes {size}",
+            )

@@ -39,6 +39,9 @@ class FaultySpec(ib.MixerSpec):
     def parameter_count(self, d_model: int) -> Parameters:
         return Parameters(2 * d_model * d_model + d_model + (self.fault == "count"), 2 * d_model)
 
+    def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:
+        return d_model * (itemsize if self.fault == "state size" else max(itemsize, 4))
+
     def flops_per_token(self, d_model: int, length: int) -> float:
         return -1.0 if self.fault == "operations" else 4.0 * d_model * d_model
 
@@ -227,6 +230,7 @@ BREAKS = {
     "shapes": ("costs", "costs", "parameter_shapes"),
     "count": ("costs", "costs", "parameter_count"),
     "operations": ("costs", "costs", "flops_per_token"),
+    "state size": ("costs", "costs", "itemsize=2) returns 32; the state of a sequence takes 64"),
 }
 
 
