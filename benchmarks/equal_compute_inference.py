@@ -155,9 +155,9 @@ def table(rows: Sequence[dict[str, Any]], family: str) -> str:
             f"{row['parameters'] / 1e6:.1f} M",
             f"{(row['weight_bytes'] + row['state_bytes']) / 1e6:.1f}",
             f"{row['flops_per_token'] / 1e6:.1f}",
-            f"{row['scored_tokens_per_second']:,.0f}".replace(",", " "),
+            f"{row['scored_tokens_per_second']:,.0f}",
             f"{1e3 * generated[1]:.2f}" if generated else "",
-            f"{1 / generated[64]:,.0f}".replace(",", " ") if generated else "",
+            f"{1 / generated[64]:,.0f}" if generated else "",
             f"{perplexity:.2f}",
         ))  # fmt: skip
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
