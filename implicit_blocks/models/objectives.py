@@ -159,7 +159,8 @@ class ExitExpectation(_ExitObjective):
             ],
             dim=-1,
         )
-        entropy = -torch.special.xlogy(probability, probability).sum(-1)
+        # The derivative of p log p at p = 0, where a gate is saturated, must be finite.
+        entropy = -(probability * probability.clamp(min=torch.finfo(probability.dtype).tiny).log()).sum(-1)
         value = (probability * each).sum(-1) - self.spec.entropy_weight * entropy
         labelled = labels_BL != -100
         return torch.where(labelled, value, 0.0).sum() / labelled.sum().clamp(min=1)

@@ -1,0 +1,44 @@
+"""The losses of learned exits: rows with different numbers of loops, saturated gates, and no labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "until_error": {},
+    "iterates": {"at": [1, 2, "last"]},
+    "exit_mixture": {},
+    "exit_expectation": {"entropy_weight": 0.3},
+}
+EXITS = ["exit_mixture", "exit_expectation"]
+
+
+def built(objective: str, **changes: Any) -> ib.ImplicitLM:
+    torch.manual_seed(0)
+    spec = {
+        "vocab_size": 7,
+        "d_model": 16,
+        "n_layers": 1,
+        "mixer": {"kind": "attention", "n_heads": 2},
+        "injection": {"kind": "residual"},
+        "depth": {"kind": "fixed", "loops": 4},
+        "gradient": {"kind": "last_loops"},
+        "exit_gate": True,
+        "objective": {"kind": objective, **OBJECTIVES[objective]},
+    }
+    return ib.build(ib.ImplicitLMSpec.model_validate(spec | changes)).train()
+
+
+@pytest.mark.parametrize("bias", [20.0, -120.0])
+@pytest.mark.parametrize("objective", EXITS)
+def test_a_saturated_gate_has_finite_gradients(objective, bias):
+    model = built(objective)
+    torch.nn.init.constant_(model.exit_gate.bias, bias)
+    ids = torch.randint(7, (2, 5))
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
