@@ -124,10 +124,15 @@ class _ExitObjective(Objective):
     def read(model: ImplicitLM, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Return the logits of all loops, (N, B, L, V), and the exit distribution, (B, L, N)."""
         assert model.exit_gate is not None
+        assert encoded.solution is not None
         steps = [encoded.iterates[t] for t in sorted(encoded.iterates)]
         logits = torch.stack([model.predict(step.hidden_BLD) for step in steps])
         gates = torch.stack([model.exit_gate(step.z_BLC).squeeze(-1) for step in steps])
-        return logits, exit_distribution(gates)
+        # The last loop of a row takes the mass that remains; the iterates after it only repeat its value.
+        taken = encoded.solution.token_iterations
+        taken = encoded.solution.iterations[:, None] if taken is None else taken
+        loops = torch.arange(1, len(steps) + 1, device=taken.device)[:, None, None]
+        return logits, exit_distribution(gates.masked_fill(loops >= taken, torch.inf))
 
 
 class ExitMixture(_ExitObjective):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.search.loops import LoopCounts
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "until_error": {},
@@ -32,6 +33,22 @@ def built(objective: str, **changes: Any) -> ib.ImplicitLM:
         "objective": {"kind": objective, **OBJECTIVES[objective]},
     }
     return ib.build(ib.ImplicitLMSpec.model_validate(spec | changes)).train()
+
+
+def loss_and_gradient(model: ib.ImplicitLM, ids: torch.Tensor, loops: torch.Tensor) -> list[torch.Tensor]:
+    loss = model(ids, labels=(ids + 1) % 7, loops=LoopCounts(loops)).loss
+    return [loss.detach(), *torch.autograd.grad(loss, model.exit_gate.parameters(), materialize_grads=True)]
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+@pytest.mark.parametrize("objective", EXITS)
+def test_the_loss_of_a_row_does_not_depend_on_the_loops_of_other_rows(objective, scope):
+    model = built(objective, stopping={"scope": scope}).double()
+    ids, loops = torch.randint(7, (3, 5)), torch.tensor([1, 4, 2])
+    rows = [loss_and_gradient(model, ids[row : row + 1], loops[row : row + 1]) for row in range(3)]
+    assert not rows[0][1].any()  # with one loop there is no choice
+    expected = [torch.stack(values).mean(0) for values in zip(*rows, strict=True)]
+    torch.testing.assert_close(loss_and_gradient(model, ids, loops), expected)
 
 
 @pytest.mark.parametrize("bias", [20.0, -120.0])
