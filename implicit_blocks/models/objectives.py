@@ -25,7 +25,7 @@ from implicit_blocks.models.objective_specs import (
     UntilErrorSpec,
 )
 from implicit_blocks.models.outputs import Encoded, LMOutput
-from implicit_blocks.models.parts import read_out
+from implicit_blocks.models.parts import mean_cross_entropy, read_out
 from implicit_blocks.specs.base import Component
 from implicit_blocks.specs.families import ObjectiveSpec
 
@@ -144,7 +144,7 @@ class ExitMixture(_ExitObjective):
         """Return the loss of the mixture."""
         logits, probability = self.read(model, encoded)
         mixed = torch.einsum("nblv,bln->blv", logits, probability.to(logits.dtype))
-        return F.cross_entropy(mixed.flatten(0, 1), labels_BL.flatten(), ignore_index=-100)
+        return mean_cross_entropy(mixed, labels_BL)
 
 
 class ExitExpectation(_ExitObjective):

@@ -448,10 +448,14 @@ def read_out(model: ModelParts, encoded: Encoded, *, labels: Tensor | None, retu
         loss = total / (labels != -100).sum().clamp(min=1)
         return replace(output, loss=loss, predictions=predictions.view_as(labels))
     logits = model.predict(encoded.hidden_BLD)
-    output = replace(output, loss=None if labels is None else _loss(logits, labels))
+    output = replace(output, loss=None if labels is None else mean_cross_entropy(logits, labels))
     return replace(output, logits=logits) if return_logits else replace(output, predictions=logits.argmax(-1))
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in nats, of logits (B, L, V) over the labels (B, L) that are not −100.
+
+    It is 0 if there are none.
+    """
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     return total / (labels != -100).sum().clamp(min=1)

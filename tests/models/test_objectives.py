@@ -59,3 +59,9 @@ def test_a_saturated_gate_has_finite_gradients(objective, bias):
     ids = torch.randint(7, (2, 5))
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_loss_without_labels_is_0(objective):
+    ids = torch.randint(7, (2, 5))
+    assert float(built(objective)(ids, labels=torch.full_like(ids, -100)).loss.detach()) == 0
