@@ -57,7 +57,6 @@ class ImplicitLM(ModelParts):
     stopping: Stopping
     evaluation_solver: Solver
     evaluation_stopping: Stopping
-
     injection: Injection
 
     def __init__(self, spec: ImplicitLMSpec) -> None:
@@ -275,6 +274,7 @@ class ImplicitLM(ModelParts):
             solver, stopping = self.evaluation_solver, self.evaluation_stopping
         if options is None:
             return solver, stopping
+        _check_warm_start(self.spec, options)
         changed = options.solver(spec)
         return solver if changed is spec else build(changed), options.stopping(stopping)
 
@@ -372,6 +372,15 @@ def _with_share(solution: Solution, inputs: Inputs, window: Inputs) -> Solution:
     if solution.penalty is None:
         return solution
     return replace(solution, penalty=solution.penalty * inputs.share(window))
+
+
+def _check_warm_start(spec: ImplicitLMSpec, options: SearchOptions) -> None:
+    """Raise ValueError where a warm start would replace the only place where the core reads the tokens."""
+    if options.warm_start and spec.start.depends_on_tokens and not spec.injection.injects:
+        raise ValueError(
+            f"with injection {spec.injection.kind!r} the core reads a token only at the start, which "
+            "warm_start replaces; leave warm_start out, or choose another injection"
+        )
 
 
 def _check_start(start: Tensor, like_BLC: Tensor) -> Tensor:

@@ -275,6 +275,17 @@ def test_decoding_refuses_options_that_concern_the_points_of_one_window(options)
     assert ib.generate(model, [[1, 2]], max_new_tokens=2, loops=2, trajectory=()).tokens.shape == (1, 2)
 
 
+def test_a_warm_start_is_refused_where_only_the_start_depends_on_the_tokens():
+    model = built(injection={"kind": "none"})
+    for search in (
+        lambda: model(torch.tensor([[1, 2]]), warm_start=True),
+        lambda: ib.generate(model, [[1, 2]], max_new_tokens=2, warm_start=True),
+        lambda: ContinuousDecoder(model, max_batch_size=1, max_seq_len=8, warm_start=True),
+    ):
+        with pytest.raises(ValueError, match=r"injection 'none' .* warm_start"):
+            search()
+
+
 def test_numbers_of_loops_per_row_are_not_committed():
     model, ids = built(), torch.randint(7, (2, 4))
     with pytest.raises(ValueError, match="one number of loops for all"):
