@@ -9,8 +9,9 @@ Shape legend: B batch, L tokens of this call, T tokens so far, D model width, V 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +27,16 @@ from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2
 from implicit_blocks.hf.generation import ImplicitGenerationMixin
 from implicit_blocks.hf.hidden_states import chosen_iterates, hidden_states
 from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these, one_cache
-from implicit_blocks.hf.objectives import objective_loss
+from implicit_blocks.hf.objectives import WithHead, objective_loss
 from implicit_blocks.hf.remote_code import write_shim
 from implicit_blocks.layers import Linear, at_least_float32
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded, Iterate
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs import ImplicitLMSpec
 
 
 @dataclass
@@ -223,10 +226,22 @@ class _ImplicitModel(ImplicitPreTrained):
         trajectory: Sequence[int] | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        with_head: Callable[[ImplicitLM], WithHead] | None = None,
         **options: Any,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
-        """Compute the hidden states; arguments as for ``ImplicitLlamaForCausalLM``."""
+        """Compute the hidden states; arguments as for ``ImplicitLlamaForCausalLM``.
+
+        ``with_head`` adds the head of the causal model, whose predictions an exit criterion may read.
+        """
         check_options(type(self).__name__, options)
+        lm: Any = self.lm
+        if isinstance(self.lm, ImplicitLM) and with_head is not None:
+            lm = with_head(self.lm)
+        elif loops is None and not self.training and self._lacks_predictions():
+            raise ValueError(
+                "the exit criterion reads predictions, and this class has no head; use the class for causal "
+                "language modeling, or set at_evaluation.exit of the model's spec to residual"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds")
         if input_ids is not None:
@@ -252,7 +267,8 @@ class _ImplicitModel(ImplicitPreTrained):
         chosen: tuple[int, ...] = ()
         if output_hidden_states:
             chosen = chosen_iterates(self.lm, loops=loops, trajectory=trajectory)
-        encoded = self.lm.encode(
+        encoded = type(self.lm).encode(
+            lm,
             x_BLD,
             ids_BL=None if input_ids is None else needed_ids(self.lm, input_ids),
             attention_mask=mask,
@@ -281,6 +297,11 @@ class _ImplicitModel(ImplicitPreTrained):
             cache.commit(encoded.state, self.lm.state_blocks())
             found[name] = cache
         return found.to_tuple() if return_dict is False else found
+
+    def _lacks_predictions(self) -> bool:
+        spec = self.config.model_spec
+        read = isinstance(spec, ImplicitLMSpec) and spec.at_evaluation.exit.reads == "predict"
+        return read and not spec.tie_embeddings
 
 
 class _ImplicitForCausalLM(ImplicitGenerationMixin, ImplicitPreTrained):
@@ -389,6 +410,7 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, ImplicitPreTrained):
             loops=loops,
             trajectory=trajectory,
             output_hidden_states=output_hidden_states,
+            with_head=partial(WithHead, head=self.lm_head),
             **options,
         )
         hidden = found.last_hidden_state

@@ -36,7 +36,7 @@ def objective_loss(
     if not isinstance(lm, ImplicitLM) or lm.objective is None or not lm.training:
         return None
     shifted_BL = F.pad(labels_BL.long()[:, 1:], (0, 1), value=-100)
-    model = _WithHead(lm, head)
+    model = WithHead(lm, head)
     logits = model.predict(encoded.hidden_BLD)
     labeled = (shifted_BL != -100).sum()
     total = F.cross_entropy(logits.flatten(0, 1), shifted_BL.flatten(), ignore_index=-100, reduction="sum")
@@ -47,8 +47,8 @@ def objective_loss(
     return loss * labeled / torch.as_tensor(items, device=loss.device)
 
 
-class _WithHead:
-    """The library's model as its objective reads it, with the head of the transformers class.
+class WithHead:
+    """The library's model as objectives and exit criteria read it, with the head of the transformers class.
 
     The library's model of a transformers class has no head of its own, even where the head is not tied.
     """

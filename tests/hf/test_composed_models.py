@@ -202,3 +202,19 @@ def test_options_of_the_library_are_refused_with_a_remedy(name, family, tiny_spe
     model = exported(sandwich(tiny_spec, family))
     with pytest.raises(TypeError, match=rf"no argument '{name}'.*to_library"):
         model(torch.tensor([[1, 2]]), **{name: None})
+
+
+@pytest.mark.parametrize("exit", [{"kind": "kl", "tolerance": 0.01}, {"kind": "argmax_stability"}], ids=str)
+def test_an_exit_criterion_reads_the_predictions_of_an_untied_head(exit, family, tiny_spec, ids):
+    at_evaluation = {"exit": exit, "stopping": {"max_iterations": 12}}
+    spec = sandwich(tiny_spec, family, tie_embeddings=False, at_evaluation=at_evaluation)
+    model = exported(spec)
+    library = to_library(model)
+    with torch.no_grad():
+        library.head.weight.copy_(torch.randn_like(library.head.weight))
+        expected, found = library(ids), model(ids)
+        assert torch.equal(found.solution.token_iterations, expected.solution.token_iterations)
+        torch.testing.assert_close(found.logits, expected.logits)
+        with pytest.raises(ValueError, match=r"this class has no head.*at_evaluation\.exit"):
+            model.model(ids)
+        assert model.model(ids, loops=2).last_hidden_state.shape[:2] == ids.shape
