@@ -167,9 +167,11 @@ _STAGED = [{"name": "bounded", "first_step": 0}, {"name": "free", "first_step": 
         ([_STAGED, _STAGED], ["bounded", "free"], [GREY]),
         ([[{"name": "train", "first_step": 0}], _STAGED], ["bounded", "free"], [ORANGE]),
         ([_STAGED, [*_STAGED[:1], {"name": "late", "first_step": 1}]], [], [BLUE, ORANGE]),
+        ([[*_STAGED, {"name": "never", "first_step": 99}]], ["bounded", "free"], [GREY]),
+        ([_STAGED, [*_STAGED[:1], {"name": "never", "first_step": 99}]], [], [BLUE]),
         ([[], []], [], []),
     ],
-    ids=["one run", "the same phases", "one of two runs has phases", "different phases", "none"],
+    ids=["one run", "the same phases", "one has phases", "different phases", "ended", "one ended", "none"],
 )
 def test_phases_of_single_runs_are_drawn_in_their_color(
     curricula: list[Any], names: list[str], lines: list[str]
@@ -184,6 +186,7 @@ def test_phases_of_single_runs_are_drawn_in_their_color(
     assert [text.get_text() for text in axes.texts] == names
     assert {text.get_color() for text in axes.texts} <= set(lines)
     assert [line.get_color() for line in axes.lines[2 * len(curricula) :]] == lines
+    assert axes.get_xlim()[1] < 4  # the panel ends with the losses
 
 
 def test_legends_are_below_the_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

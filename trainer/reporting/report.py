@@ -315,7 +315,9 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
         staged = [(one, GREY) for one, _ in staged[:1]]  # of all runs
     if len(staged) == 1:  # a label outside the panel would shrink it
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
-    for phase, color in ((phase, color) for phases, color in staged for phase in phases):
+    _, end = axes.get_xlim()
+    reached = [(phase, color) for phases, color in staged for phase in phases if phase["first_step"] <= end]
+    for phase, color in reached:  # a run may have ended before its last phases
         if phase["first_step"] > 0:
             axes.axvline(phase["first_step"], color=color, linewidth=0.9, linestyle=(0, (1, 2)))
         if len(staged) == 1:  # labels of several curricula would overlap
