@@ -25,6 +25,7 @@ def test_errors_have_the_documented_exit_codes() -> None:
         ContractError("acme.shift: rows mix"): 2,
         OSError(errno.ENOSPC, "No space left on device"): 4,
         OSError(errno.EROFS, "Read-only file system"): 4,
+        OSError(errno.EFBIG, "File too large"): 4,
         OSError(errno.EACCES, "Permission denied"): None,
         ValueError("a mistake"): None,
         RuntimeError("a mistake"): None,
@@ -47,3 +48,5 @@ def test_out_of_memory_on_the_host_is_not_a_bug(made) -> None:
 def test_a_refusal_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert refuse("width is 0; choose at least 1") == 2
     assert capsys.readouterr() == ("", "error: width is 0; choose at least 1\n")
+    assert refuse(OSError(errno.ENOSPC, "No space left on device")) == 2  # the system names no remedy
+    assert capsys.readouterr().err.endswith("; free disk space, or choose another place by --output\n")

@@ -24,7 +24,7 @@ TO_BE_RESUMED = 75
 """``EX_TEMPFAIL`` of ``sysexits.h``: a temporary failure; try again later."""
 INTERRUPTED = 130
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # EFBIG: the limit of ulimit -f
 
 
 def code_of(error: Exception) -> int | None:
@@ -57,5 +57,7 @@ def refuse(reason: str | Exception, code: int = REFUSED) -> int:
     """Print why a program ends and return its exit code; ``run_program`` handles a broken pipe."""
     if isinstance(reason, BrokenPipeError):
         raise reason
+    if isinstance(reason, OSError) and reason.errno in _NO_ROOM:
+        reason = f"{reason}; free disk space, or choose another place by --output"
     print(f"error: {reason}", file=sys.stderr)
     return code
