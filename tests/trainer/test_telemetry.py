@@ -104,7 +104,7 @@ def test_rows_and_summary_have_utilization_by_phase(
         assert row["iterations_p50"] <= row["iterations_max"]
     first, second = (phase["measured"] for phase in summary["phases"])
     assert (first["steps"], second["steps"]) == (2, 2)
-    assert first["tokens"] == pytest.approx(2 * 8 * 12, rel=0.01)
+    assert (first["tokens"], second["tokens"]) == (2 * 8 * 12, 2 * 8 * 12)
     assert second["mfu"] > 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("phase second: 2 ")]
     assert all(part in line for part in ("tok/s", "mfu", "GB", "iter", "res p50/90/99", "unconverged", "|g|"))
@@ -142,7 +142,7 @@ def test_utilization_is_that_of_all_devices_together(small: Small) -> None:
 
 def test_unmeasured_quantities_are_none() -> None:
     (phase,) = by_phase(
-        [{"phase": "p", "step_seconds": 0.5, "tokens_per_second": 10.0, "loss": 1.0, "mfu": None}]
+        [{"step": 2, "phase": "p", "step_seconds": 0.5, "tokens_per_second": 10.0, "loss": 1.0, "mfu": None}]
     ).values()
     assert phase["mfu"] is None
     assert phase["tokens_per_second"] == 10.0
@@ -150,8 +150,8 @@ def test_unmeasured_quantities_are_none() -> None:
 
 def test_a_phase_is_averaged_over_steps_and_its_rate_over_time() -> None:
     rows = [
-        {"phase": "p", "step_seconds": seconds, "tokens_per_second": rate, "loss": loss, "mfu": share,
-         "iterations_max": most, "skipped": skipped, "save_stall_seconds": seconds / 8}
+        {"step": 2, "phase": "p", "step_seconds": seconds, "tokens_per_second": rate, "loss": loss,
+         "mfu": share, "iterations_max": most, "skipped": skipped, "save_stall_seconds": seconds / 8}
         for seconds, rate, loss, share, most, skipped in (
             (3.0, 10.0, 4.0, 0.1, 9, None), (1.0, 50.0, None, 0.3, 5, "loss")
         )
@@ -160,6 +160,17 @@ def test_a_phase_is_averaged_over_steps_and_its_rate_over_time() -> None:
     assert (phase["tokens"], phase["seconds"], phase["tokens_per_second"]) == (80, 4.0, 20.0)
     assert (phase["mfu"], phase["iterations_max"], phase["skipped"]) == (0.2, 9, 1)
     assert (phase["loss_first"], phase["loss_last"], phase["save_stall_seconds"]) == (4.0, None, 0.5)
+
+
+def test_the_tokens_of_phases_are_those_of_the_run() -> None:
+    """Rates and durations are rounded; where rows are missing, they give the tokens of the next step."""
+    rows = [
+        {"step": step, "phase": phase, "tokens": tokens, "step_seconds": 3.3333, "tokens_per_second": 300.3,
+         "loss": 1.0}
+        for step, phase, tokens in ((1, "a", 1000), (2, "a", 2000), (3, "b", 3000), (9, "b", 9000))
+    ]  # fmt: skip
+    phases = by_phase(rows)
+    assert (phases["a"]["tokens"], phases["b"]["tokens"]) == (2000, 2001)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ _LARGEST = ("iterations_max", "residual_max", "memory_gb", "memory_allocated_gb"
 
 REQUIRED = ("phase", "loss", "step_seconds", "tokens_per_second")
 """Columns that :func:`by_phase` requires in every row."""
-NUMBERS = (*_AVERAGED, *_LARGEST, *REQUIRED[1:], "save_stall_seconds")
+NUMBERS = (*_AVERAGED, *_LARGEST, *REQUIRED[1:], "tokens", "save_stall_seconds")
 """Columns that :func:`by_phase` computes with."""
 
 
@@ -142,9 +142,18 @@ def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     None.
     """
     phases: dict[str, _PhaseSums] = {}
+    before: Mapping[str, Any] = {"step": 0, "tokens": 0}
     for row in rows:
-        phases.setdefault(row["phase"], _PhaseSums()).add(row)
+        phases.setdefault(row["phase"], _PhaseSums()).add(row, tokens=_tokens(row, before))
+        before = row
     return {name: sums.summary() for name, sums in phases.items()}
+
+
+def _tokens(row: Mapping[str, Any], before: Mapping[str, Any]) -> float:
+    """Return the tokens of a step: exact if ``before`` is the row of the previous step."""
+    if row["step"] == before["step"] + 1 and None not in (row.get("tokens"), before.get("tokens")):
+        return float(row["tokens"] - before["tokens"])
+    return (row["tokens_per_second"] or 0.0) * (row["step_seconds"] or 0.0)  # both are rounded
 
 
 class _PhaseSums:
@@ -158,14 +167,13 @@ class _PhaseSums:
         self._counts: dict[str, int] = {}
         self._largest: dict[str, float] = {}
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
+    def add(self, row: Mapping[str, Any], *, tokens: float) -> None:
+        """Add the row of a step of ``tokens`` tokens."""
         self._losses = row["loss"] if self._steps == 0 else self._losses[0], row["loss"]
         self._steps += 1
         self._skipped += row.get("skipped") is not None
-        seconds = row["step_seconds"] or 0.0
-        self._seconds += seconds
-        self._tokens += (row["tokens_per_second"] or 0.0) * seconds
+        self._seconds += row["step_seconds"] or 0.0
+        self._tokens += tokens
         self._stalled += row.get("save_stall_seconds") or 0.0  # absent in files of older versions
         for key in _AVERAGED:
             if (value := row.get(key)) is not None:
