@@ -300,6 +300,7 @@ def write_original(pretrained: PretrainedFolder, folder: Path, *, max_shard_size
 
     """
     config = export_config(pretrained.spec) | pretrained.fields
+    config.pop("training_length", None)  # a field of this library's configurations only
     from transformers import AutoConfig, AutoModelForCausalLM
 
     assert isinstance(pretrained.spec, ExplicitLMSpec)

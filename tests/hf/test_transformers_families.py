@@ -144,6 +144,20 @@ def test_an_explicit_model_is_written_back_to_its_class(name, tmp_path, ids):
     assert all(torch.equal(tensor, ours[key]) for key, tensor in theirs.items())
 
 
+def test_an_exported_run_is_read_again_in_its_original_class(tmp_path, ids):
+    """An export states the length of training, which configurations of transformers do not have."""
+    spec = ib.load_spec(
+        "shakespeare",
+        ["model.kind=explicit_lm", "model.vocab_size=61", "model.d_model=32", "model.weight_norm=false",
+         "data={kind: tokens, seq_len: 32}"],
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(spec.model_dump_json())
+    assert main(["export", str(tmp_path / "run.yaml"), str(tmp_path / "ours")]) == 0
+    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "original"]) == 0
+    expected = logits_of(ib.load_model(tmp_path / "ours"), ids)
+    torch.testing.assert_close(logits_of(ib.load_model(tmp_path / "back"), ids), expected, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
