@@ -117,6 +117,8 @@ def _section_of(annotation: Any, value: Any) -> type[BaseModel] | None:
 def _details_of(error: ValidationError) -> Iterator[Mapping[str, Any]]:
     """Yield the details of each error, including those of specs that validators construct."""
     for details in error.errors(include_url=False):
+        if details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]:
+            continue  # pydantic omits invalid entries from the length; each has its own error
         cause = details.get("ctx", {}).get("error")
         inner = cause.errors() if isinstance(cause, SpecError) else []
         if not inner:

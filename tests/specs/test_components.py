@@ -199,6 +199,15 @@ def test_all_unknown_keys_are_reported() -> None:
     assert [error["loc"] for error in caught.value.errors()] == [("solvr",), ("gradeint",)]
 
 
+def test_an_invalid_entry_does_not_make_a_list_too_short() -> None:
+    mixers: list[Any] = [{"kind": "mamba2"}, {"kind": "attention"}]
+    with pytest.raises(SpecError) as caught:
+        model(mixer={"kind": "hybrid", "mixers": mixers})
+    assert [error["loc"][-2:] for error in caught.value.errors()] == [(1, "n_heads")]
+    with pytest.raises(SpecError, match="at least 2 items"):
+        model(mixer={"kind": "hybrid", "mixers": mixers[:1]})
+
+
 def test_a_mapping_without_kind_overrides_fields_of_the_default() -> None:
     spec = model(
         solver={"undamped_first": True},
