@@ -129,8 +129,8 @@ class _ExitObjective(Objective):
         logits = torch.stack([model.predict(step.hidden_BLD) for step in steps])
         gates = torch.stack([model.exit_gate(step.z_BLC).squeeze(-1) for step in steps])
         # The last loop of a row takes the mass that remains; the iterates after it only repeat its value.
-        taken = encoded.solution.token_iterations
-        taken = encoded.solution.iterations[:, None] if taken is None else taken
+        each = encoded.solution.token_iterations
+        taken = encoded.solution.iterations[:, None] if each is None else each
         loops = torch.arange(1, len(steps) + 1, device=taken.device)[:, None, None]
         return logits, exit_distribution(gates.masked_fill(loops >= taken, torch.inf))
 

@@ -372,10 +372,8 @@ def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor, fz_EF: Tensor)
     """
     if not isinstance(proposed, Tensor) or proposed.shape != z_EF.shape or proposed.dtype != z_EF.dtype:
         if fz_EF.dtype != z_EF.dtype:
-            raise ValueError(
-                f"the map returned {fz_EF.dtype} for points of {z_EF.dtype}; return the type of the argument "
-                "(in a model: from the mixers, MLPs, scalings and the injection)"
-            )
+            who = "the map (in a model its mixers, MLPs, scalings and injection)"
+            raise ValueError(f"{who} returned {fz_EF.dtype} for points of {z_EF.dtype}; return the same type")
         require(
             False,
             solver,

@@ -88,12 +88,7 @@ def small_readout() -> Readout:
 
 def _built(subject: Exit | ExitSpec) -> Exit:
     criterion = build(subject) if isinstance(subject, ExitSpec) else subject
-    require(
-        isinstance(criterion, Exit),
-        criterion,
-        "is an Exit",
-        "pass an instance of a subclass of implicit_blocks.Exit",
-    )
+    require(isinstance(criterion, Exit), criterion, "is an Exit", "pass an instance of implicit_blocks.Exit")
     if isinstance(subject, ExitSpec):
         require(
             (subject.per_token, subject.reads) == (criterion.per_token, criterion.reads),

@@ -78,7 +78,7 @@ def _built(subject: Subject) -> GradientEstimator:
         isinstance(gradient, GradientEstimator),
         gradient,
         "is a GradientEstimator",
-        "pass an instance of a subclass of implicit_blocks.GradientEstimator",
+        "pass an instance of implicit_blocks.GradientEstimator",
     )
     return gradient
 

@@ -74,18 +74,11 @@ def contraction(
 
 def _built(subject: Solver | SolverSpec) -> Solver:
     solver = build(subject) if isinstance(subject, SolverSpec) else subject
-    require(
-        isinstance(solver, Solver),
-        solver,
-        "is a Solver",
-        "pass an instance of a subclass of implicit_blocks.Solver",
-    )
+    require(isinstance(solver, Solver), solver, "is a Solver", "pass an instance of implicit_blocks.Solver")
     return solver
 
 
-def _search(
-    solver: Solver, *, compact: bool = False, trajectory: tuple[int, ...] = (), **stopping: Any
-) -> Search:
+def _search(solver: Solver, *, compact: bool = False, trajectory: Any = (), **stopping: Any) -> Search:
     return Search(solver=solver, stopping=Stopping(**stopping), compact=compact, trajectory=trajectory)
 
 
@@ -217,9 +210,8 @@ def frozen_elements(subject: Solver | SolverSpec) -> None:
     """Check that a converged element keeps its exact value while others iterate."""
     solver = _built(subject)
     f, expected = contraction([0.05, 0.3, 0.6, 0.9])
-    z0, calls = torch.zeros_like(expected), tuple(range(1, 1001))
-    search = _search(solver, tolerance=1e-8, max_iterations=1000, trajectory=calls)
-    solution = search(f, z0)
+    z0 = torch.zeros_like(expected)
+    solution = _search(solver, tolerance=1e-8, max_iterations=1000, trajectory=range(1, 1001))(f, z0)
     _require_converged(solution, solver, "frozen elements")
     points = [z0, *(solution.trajectory or {}).values()]
     for row, count in enumerate(solution.iterations.tolist()):

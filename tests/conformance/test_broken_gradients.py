@@ -118,5 +118,5 @@ def test_the_gradient_of_the_computation_is_an_oracle():
 
 
 def test_an_object_of_another_type_is_refused():
-    with pytest.raises(ContractError, match=r"a subclass of implicit_blocks\.GradientEstimator"):
+    with pytest.raises(ContractError, match=r"an instance of implicit_blocks\.GradientEstimator"):
         check_gradient("phantom")

@@ -173,7 +173,7 @@ def test_a_spec_and_its_solver_must_agree_on_differentiable(monkeypatch):
 @pytest.mark.parametrize("subject", ["picard", TwoCalls, ib.PhantomSpec()])
 def test_an_object_of_another_type_is_refused(subject):
     with pytest.raises(
-        ContractError, match="breaks the contract 'is a Solver': pass an instance of a subclass"
+        ContractError, match="breaks the contract 'is a Solver': pass an instance of implicit_blocks"
     ):
         check_solver(subject)
 

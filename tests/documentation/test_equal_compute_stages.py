@@ -410,8 +410,8 @@ def test_the_statements_of_other_pages(page: str, leads: Any) -> None:
     wanted = {
         "README.md": (
             f"Llama 5M: {below(llama)} % on one text (95 % interval: {interval(llama)}) and {below(third)} %"
-            f" on another ({interval(third)}). Llama 10M: {below(middle)} % ({interval(middle)}). Llamas of other"
-            f" sizes: {below(least)} % (2M) and {below(large)} % (30M, two seeds)."
+            f" on another ({interval(third)}). Llama 10M: {below(middle)} % ({interval(middle)}). Llamas of"
+            f" other sizes: {below(least)} % (2M) and {below(large)} % (30M, two seeds)."
             f" - Mamba2 5M: {below(small)} % ({interval(small)}) and"
             f" {below(small_third)} % ({interval(small_third)}). Mamba2 11M: {below(wide)} %"
             f" ({interval(wide)})."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import nn
@@ -142,10 +143,8 @@ def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     None.
     """
     phases: dict[str, _PhaseSums] = {}
-    before: Mapping[str, Any] = {"step": 0, "tokens": 0}
-    for row in rows:
+    for before, row in pairwise(chain([{"step": 0, "tokens": 0}], rows)):
         phases.setdefault(row["phase"], _PhaseSums()).add(row, tokens=_tokens(row, before))
-        before = row
     return {name: sums.summary() for name, sums in phases.items()}
 
 
