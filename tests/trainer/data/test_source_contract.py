@@ -83,7 +83,7 @@ evaluation: {lengths: [], identity_probabilities: [], sequences: 4, batch_size: 
         ("labels", "inputs (4, 6) of int64 and labels (4, 5) of int64; return"),
         ("numbers", "inputs (4, 6) of float32 and labels (4, 6) of int64; return"),
         ("list", "breaks the contract 'evaluation sets': evaluation_sets returned a list"),
-        ("nothing", "returned a NoneType; return a trainer.data.source.DataSource"),
+        ("nothing", "returned a NoneType; return an instance of trainer.data.source.DataSource"),
     ],
 )
 def test_an_invalid_batch_is_reported(fault, message, tmp_path, capsys):
