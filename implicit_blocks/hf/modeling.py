@@ -264,9 +264,7 @@ class _ImplicitModel(ImplicitPreTrained):
         mask = mask_of_these(attention_mask, x_BLD, past=past)
         if output_hidden_states is None:
             output_hidden_states = bool(self.config.output_hidden_states)
-        chosen: tuple[int, ...] = ()
-        if output_hidden_states:
-            chosen = chosen_iterates(self.lm, loops=loops, trajectory=trajectory)
+        chosen = chosen_iterates(self.lm, loops=loops, trajectory=trajectory) if output_hidden_states else ()
         encoded = type(self.lm).encode(
             lm,
             x_BLD,
@@ -364,7 +362,7 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, ImplicitPreTrained):
             cache_params: the same for models with Mamba2 layers, as in transformers.
             inputs_embeds: (B, L, D) embedded tokens instead of ``input_ids``.
             labels: (B, L), **shifted here** as everywhere in transformers: pass ``input_ids``; −100 is
-                ignored. In training the loss is the objective of the spec.
+                ignored. In training the loss is the spec's objective plus the penalty of its gradient.
             use_cache: return a cache; by default the configuration's value, and False in training.
             logits_to_keep: compute the logits of this many last tokens, or of the tokens with these indices;
                 0: all tokens.

@@ -1,11 +1,11 @@
-"""The objective of a model's spec as the loss of the transformers classes.
+"""The objective and the penalty of a model's spec as the loss of the transformers classes.
 
 Shape legend: B batch, L tokens of this call, D model width, V vocabulary (padded).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,15 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded, LMOutput
-
-if TYPE_CHECKING:
-    from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.models.parts import mean_cross_entropy
 
 
 def objective_loss(
     lm: LanguageModel, head: nn.Module, encoded: Encoded, labels_BL: Tensor, *, items: Tensor | int | None
 ) -> Tensor | None:
-    """Return the loss of the model's objective in training; None where the cross-entropy is the loss.
+    """Return the objective and the penalty of the gradient in training; None where neither changes the loss.
 
     Args:
         lm: the library's model.
@@ -33,18 +32,21 @@ def objective_loss(
             (``num_items_in_batch``); None: those of this call.
 
     """
-    if not isinstance(lm, ImplicitLM) or lm.objective is None or not lm.training:
+    penalty = None if encoded.solution is None else encoded.solution.penalty
+    if not isinstance(lm, ImplicitLM) or not lm.training or (lm.objective is None and penalty is None):
         return None
     shifted_BL = F.pad(labels_BL.long()[:, 1:], (0, 1), value=-100)
-    model = WithHead(lm, head)
+    model = cast(ImplicitLM, WithHead(lm, head))
     logits = model.predict(encoded.hidden_BLD)
-    labeled = (shifted_BL != -100).sum()
-    total = F.cross_entropy(logits.flatten(0, 1), shifted_BL.flatten(), ignore_index=-100, reduction="sum")
-    output = LMOutput(logits, loss=total / labeled.clamp(min=1), solution=encoded.solution)
-    loss = lm.objective.loss(cast(ImplicitLM, model), encoded, output, shifted_BL)
+    loss = mean_cross_entropy(logits, shifted_BL)
+    if lm.objective is not None:
+        output = LMOutput(logits, loss=loss, solution=encoded.solution)
+        loss = lm.objective.loss(model, encoded, output, shifted_BL)
+    if penalty is not None:
+        loss = loss + penalty.mean()
     if items is None:
         return loss
-    return loss * labeled / torch.as_tensor(items, device=loss.device)
+    return loss * (shifted_BL != -100).sum() / torch.as_tensor(items, device=loss.device)
 
 
 class WithHead:

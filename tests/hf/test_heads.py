@@ -200,3 +200,33 @@ def test_the_loss_in_training_is_the_objective(objective, tied, family, tiny_spe
     library.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(ids, labels=labels).loss, library(ids, labels=shifted).loss)
+
+
+PENALTIES: dict[str, dict[str, Any]] = {
+    "residual": {"gradient": {"kind": "last_loops", "loops": 2, "residual_weight": 3.0}},
+    "residual and objective": {
+        "gradient": {"kind": "last_loops", "loops": 3, "residual_weight": 3.0},
+        "objective": OBJECTIVES["iterates"],
+    },
+    "jacobian": {"gradient": {"kind": "jacobian_penalty", "weight": 2.0}, "exit_gate": False},
+}
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_the_loss_in_training_contains_the_penalty(penalty, family, tiny_spec, ids):
+    model = looped(tiny_spec, family, **PENALTIES[penalty]).double()
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+    library = to_library(model)
+    torch.manual_seed(1)  # of the directions in which the Jacobian is penalized
+    expected = library(ids, labels=shifted)
+    total = expected.loss + expected.solution.penalty.mean()
+    total.backward()
+    torch.manual_seed(1)
+    found = model(ids, labels=ids)
+    found.loss.backward()
+    assert total > expected.loss + 1e-3
+    torch.testing.assert_close(found.loss, total)
+    torch.testing.assert_close(model.get_input_embeddings().weight.grad, library.embedding.weight.grad)
+    torch.manual_seed(1)
+    share = model(ids, labels=ids, num_items_in_batch=40).loss
+    torch.testing.assert_close(share, total * (shifted != -100).sum() / 40)
