@@ -51,3 +51,33 @@ def test_models_and_layouts_that_lack_it_are_refused(small: Small, monkeypatch: 
     monkeypatch.setattr("trainer.run.parts.registry.build", lambda *_, **__: nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"quantize_search; set training.search_dtype=null"):
         parts._model(spec)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model.gradient": {"kind": "unrolled", "steps": 2}},
+        {"model.gradient": {"kind": "last_loops", "loops": 2}, "model.depth": {"kind": "fixed", "loops": 3}},
+        {
+            "model": {
+                "kind": "explicit_lm",
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "head_dim": 8},
+            }
+        },
+    ],
+    ids=["unrolled", "last loops", "explicit"],
+)
+def test_runs_that_do_not_search_are_refused(small: Small, model: dict[str, Any], tmp_path: Path) -> None:
+    spec = small(model | {"training.search_dtype": "float8_e4m3fn"})
+    with pytest.raises(ValueError, match=r"does not offer .*search.*; set training.search_dtype=null"):
+        build(spec, output=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_phase_that_searches_suffices(small: Small, tmp_path: Path) -> None:
+    unrolled = {"gradient": {"kind": "unrolled", "steps": 2}}
+    phases = [{"name": "first", "until": 1, "model": unrolled}, {"name": "last"}]
+    spec = small({"phases": phases, "training.search_dtype": "float8_e4m3fn"})
+    assert build(spec, output=tmp_path / "run", device="cpu").model.backbone.quantized is not None

@@ -92,13 +92,10 @@ def lay_out_model(spec: RunSpec, model: nn.Module, ranks: Ranks) -> Layout:
 
 def _sources(spec: RunSpec) -> list[DataSource]:
     """Return the run's own data, then those of each phase; equal specs share one source."""
-    vocab_size = getattr(spec.model, "vocab_size", None)  # a field of most kinds of model specs
-    read = [spec.data, *(phase.data for phase in spec.phase_specs())]
-    made: dict[str, DataSource] = {}
-    for each in read:
-        if (key := each.model_dump_json()) not in made:
-            made[key] = registry.build(each, seed=spec.training.seed, vocab_size=vocab_size)
-    return [made[each.model_dump_json()] for each in read]
+    seed, vocab_size = spec.training.seed, getattr(spec.model, "vocab_size", None)  # plugins may have none
+    read = [(each.model_dump_json(), each) for each in (spec.data, *(p.data for p in spec.phase_specs()))]
+    made = {key: registry.build(each, seed=seed, vocab_size=vocab_size) for key, each in dict(read).items()}
+    return [made[key] for key, _ in read]
 
 
 def _model(spec: RunSpec) -> nn.Module:
@@ -117,6 +114,9 @@ def _model(spec: RunSpec) -> nn.Module:
     if spec.training.search_dtype is not None:
         if not isinstance(model, QuantizesSearch):
             raise _unsupported(spec, "quantize_search", "training.search_dtype=null")
+        gradients = [getattr(phase.model, "gradient", model.gradient) for phase in spec.phase_specs()]
+        if not any(gradient.searches for gradient in gradients):
+            raise _unsupported(spec, "searches with any phase's gradient", "training.search_dtype=null")
         model.quantize_search(getattr(torch, spec.training.search_dtype))
     checkpoints = any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs())
     if checkpoints and not isinstance(model, CheckpointsActivations):

@@ -95,7 +95,15 @@ class CapturesGraphs(Protocol):
 
 
 @runtime_checkable
-class QuantizesSearch(Protocol):
+class SearchesFixedPoints(Protocol):
+    """Searches for fixed points in training, so that the trainer warns if they do not converge."""
+
+    gradient: GradientEstimator
+    stopping: Stopping
+
+
+@runtime_checkable
+class QuantizesSearch(SearchesFixedPoints, Protocol):
     """Supports ``training.search_dtype``."""
 
     def quantize_search(self, dtype: torch.dtype | None) -> None:
@@ -124,14 +132,6 @@ class AgreesOnStopping(Protocol):
 
     agree: Agreement | None
     """How ranks that must iterate equally often agree to stop; None: each rank stops on its own."""
-
-
-@runtime_checkable
-class SearchesFixedPoints(Protocol):
-    """Searches for fixed points in training, so that the trainer warns if they do not converge."""
-
-    gradient: GradientEstimator
-    stopping: Stopping
 
 
 @runtime_checkable
