@@ -51,8 +51,8 @@ class Generated:
     ``lengths`` (B,) int64 counts a row's tokens, a stop token included; ``stopped`` (B,) bool is True where a
     stop token ended the row. ``logits`` (B, N, V), on request, are those that each token was chosen from.
     ``iterations`` int64, ``residual`` and ``converged``, (B, N), report the search of each token (0, 0 and
-    True after a row's end), ``prompt`` that of the prompts; they are None in explicit models.
-    ``statistics`` counts the calls of the map.
+    True after a row's end), ``prompt`` that of the prompts, which are padded on the right; they are None in
+    explicit models. ``statistics`` counts the calls of the map.
     """
 
     tokens: Tensor

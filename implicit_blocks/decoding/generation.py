@@ -186,8 +186,10 @@ class _Run:
         self.window_length = window_length
         self.ids, mask = lay_out(prompts, attention_mask, device=self.device)
         self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
-        if self.valid is not None:
-            self.ids = self.ids.masked_fill(~self.valid, 0)  # IDs at padding may be outside the vocabulary
+        self.texts = [row if self.valid is None else row[self.valid[n]] for n, row in enumerate(self.ids)]
+        """The tokens of each row so far, for processors and criteria."""
+        if self.valid is not None:  # on the right, without IDs that may be outside the vocabulary
+            self.ids, self.valid = lay_out(self.texts, device=self.device)
         batch, length = self.ids.shape
         self.sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         self.seeds = seeds_of(seed, batch)
@@ -197,8 +199,6 @@ class _Run:
         if logits_processor is not None or stopping_criteria is not None:
             check_processors(logits_processor, stopping_criteria)
         self.processor, self.criteria = logits_processor, stopping_criteria
-        self.texts = [row if self.valid is None else row[self.valid[n]] for n, row in enumerate(self.ids)]
-        """The tokens of each row so far, for processors and criteria."""
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
@@ -226,8 +226,7 @@ class _Run:
             return
         slots = SlotGeneration(
             self.model,
-            self.ids,
-            self.valid,
+            self.texts,
             limits=limits,
             sampling=self.sampling,
             seeds=self.seeds,

@@ -10,6 +10,7 @@ from numbers import Integral
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs
@@ -160,7 +161,9 @@ def check_stop_token_ids(stop_token_ids: Sequence[int], *, vocab_size: int) -> l
 def lay_out(
     prompts: Prompts, attention_mask: Tensor | None = None, *, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return prompts as (B, L) int64 IDs and where they are real; shorter lists are padded on the left.
+    """Return prompts as (B, L) int64 IDs and where they are real; shorter lists are padded on the right.
+
+    The windows of a row, which count positions, thus do not depend on the length of other rows.
 
     Raises:
         ValueError: for no prompts, an empty one, text, non-integer numbers, or a mask in addition to lists.
@@ -174,9 +177,8 @@ def lay_out(
         raise ValueError("attention_mask was given with lists of tokens, which do not need it; omit it")
     rows = token_rows(prompts, device=device)
     width = max(len(row) for row in rows)
-    ids = torch.stack([torch.cat((row.new_zeros(width - len(row)), row)) for row in rows])
-    mask = torch.stack([torch.arange(width, device=device) >= width - len(row) for row in rows])
-    return ids, mask
+    mask = torch.stack([torch.arange(width, device=device) < len(row) for row in rows])
+    return pad_sequence(rows, batch_first=True), mask
 
 
 def token_rows(

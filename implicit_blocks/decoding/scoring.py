@@ -89,12 +89,12 @@ def score(
     prompt_rows = token_rows(prompts, device=device)
     forced = token_rows(continuations, device=device, name="continuation")
     whole = [torch.cat(parts) for parts in zip(prompt_rows, forced, strict=True)]
-    ids, mask = lay_out(whole, device=device)
-    valid = check_prompts(ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
+    check_prompts(*lay_out(whole, device=device), vocab_size=model.spec.vocab_size, max_length=max_length)
+    ids, mask = lay_out([row[:-1] for row in whole], device=device)
     encoded = model.encode(
-        model.embedding(ids[:, :-1]),
-        ids_BL=needed_ids(model, ids[:, :-1]),
-        attention_mask=None if valid is None else valid[:, :-1],
+        model.embedding(ids),
+        ids_BL=needed_ids(model, ids),
+        attention_mask=mask,
         window_length=window_length,
         search=SearchOptions.of_call(score, search),
     )
@@ -104,7 +104,8 @@ def score(
     found = encoded.hidden_BLD.new_zeros(len(forced), count, dtype=precision)
     is_greedy = torch.ones(len(forced), count, dtype=torch.bool, device=device)
     for number, row in enumerate(forced):  # row by row: the logits of all rows would be large
-        logits = model.predict(encoded.hidden_BLD[number, -len(row) :])[:, : model.spec.vocab_size]
+        hidden = encoded.hidden_BLD[number, len(prompt_rows[number]) - 1 :][: len(row)]
+        logits = model.predict(hidden)[:, : model.spec.vocab_size]
         found[number, : len(row)] = logits.log_softmax(-1).gather(1, row[:, None]).squeeze(1)
         is_greedy[number, : len(row)] = logits.argmax(-1) == row
     return Scored(found, is_greedy, lengths, encoded.solution)

@@ -79,7 +79,6 @@ def score_prompts(
         return [PromptRead(None, []) for _ in prompts]
     device = model.embedding.weight.device
     ids, mask = lay_out([prompt[:-1] for prompt in known], device=device)
-    mask = None if mask is None or bool(mask.all()) else mask
     x_BLD, ids_BL = model.embedding(ids), needed_ids(model, ids)
     encoded = model.encode(x_BLD, attention_mask=mask, search=options, ids_BL=ids_BL)
     rows, solution = iter(range(len(known))), encoded.solution
@@ -89,7 +88,7 @@ def score_prompts(
             found.append(PromptRead(None, []))
             continue
         row = next(rows)
-        hidden = encoded.hidden_BLD[row, 1 - len(prompt) :]
+        hidden = encoded.hidden_BLD[row, : len(prompt) - 1]
         scores: list[LogProbability] = []
         for first in range(0, len(prompt) - 1, ROWS_OF_LOGITS):
             part = hidden[first : first + ROWS_OF_LOGITS]

@@ -68,6 +68,23 @@ def test_a_row_generates_the_same_alone_and_in_a_batch(family, tiny_model, promp
             assert torch.equal(alone.iterations[0], together.iterations[row])
 
 
+@pytest.mark.parametrize("search", [{"tolerance": 0.05}, {"loops": 2}], ids=str)
+def test_windows_of_a_row_do_not_depend_on_the_padding(family, tiny_model, prompts, search):
+    model = tiny_model(family)
+    options = {"max_new_tokens": COUNT, "return_logits": True, "window_length": 2, **search}
+    ids, mask = padded(prompts, left=True)
+    for found in (
+        ib.generate(model, prompts, **options),
+        ib.generate(model, ids, attention_mask=mask, **options),
+    ):
+        for row, prompt in enumerate(prompts):
+            alone = ib.generate(model, [prompt], **options)
+            assert torch.equal(alone.tokens[0], found.tokens[row])
+            assert torch.equal(alone.iterations[0], found.iterations[row])
+            assert torch.equal(alone.prompt.iterations[0], found.prompt.iterations[row])
+            torch.testing.assert_close(alone.logits[0], found.logits[row], atol=1e-5, rtol=0)
+
+
 def test_padding_side_and_window_length_do_not_change_tokens(family, tiny_model, prompts):
     model = tiny_model(family)
     expected = ib.generate(model, prompts, max_new_tokens=COUNT, return_logits=True)

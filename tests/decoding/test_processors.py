@@ -106,8 +106,6 @@ def test_rows_do_not_depend_on_the_batch_or_the_way_of_decoding(sampling, family
     process = {"logits_processor": [first_even], "stopping_criteria": after_a_pair}
     together = ib.generate(model, prompts, max_new_tokens=NEW, seed=3, **rule, **process)
     assert set(together.lengths.tolist()) != {NEW}  # the criterion had an effect
-    padded = torch.zeros(4, 8, dtype=torch.int64)
-    valid = torch.zeros(4, 8, dtype=torch.bool)
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=16, max_in_flight=4)
     decoder.on_gpu |= late
     for row, prompt in enumerate(prompts):
@@ -116,12 +114,11 @@ def test_rows_do_not_depend_on_the_batch_or_the_way_of_decoding(sampling, family
         assert int(together.lengths[row]) == length
         assert torch.equal(together.tokens[row, :length], alone.tokens[0, :length])
         assert bool(together.stopped[row]) == bool(alone.stopped[0])
-        padded[row, 8 - len(prompt) :], valid[row, 8 - len(prompt) :] = torch.tensor(prompt), True
         wanted = process if row % 2 else {}
         decoder.submit(Request(prompt=prompt, max_new_tokens=NEW, sampling=sampling, seed=3 + row, **wanted))
     slots = SlotGeneration(
-        model, padded, valid, limits=[NEW] * 4, sampling=sampling, seeds=[3, 4, 5, 6], stop_token_ids=[],
-        pad_token=0, window_length=None, **process,
+        model, [torch.tensor(prompt) for prompt in prompts], limits=[NEW] * 4, sampling=sampling,
+        seeds=[3, 4, 5, 6], stop_token_ids=[], pad_token=0, window_length=None, **process,
     )  # fmt: skip
     of_slots = torch.stack([step.tokens for step in slots.steps()], 1)
     assert torch.equal(of_slots, together.tokens[:, : of_slots.shape[1]])

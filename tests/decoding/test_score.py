@@ -25,6 +25,16 @@ def test_scores_equal_those_of_single_sequences_in_any_windows(family, tiny_mode
             assert found.total[row].item() == pytest.approx(expected.sum().item(), abs=1e-4)
 
 
+@pytest.mark.parametrize("search", [{"tolerance": 0.05}, {"loops": 2}], ids=str)
+def test_scores_in_windows_do_not_depend_on_the_other_rows(family, tiny_model, prompts, search):
+    model, options = tiny_model(family), {"window_length": 2, **search}
+    found = ib.score(model, prompts, CONTINUATIONS, **options)
+    for row, (prompt, rest) in enumerate(zip(prompts, CONTINUATIONS, strict=True)):
+        alone = ib.score(model, [prompt], [rest], **options)
+        torch.testing.assert_close(found.total[row], alone.total[0], atol=1e-4, rtol=0)
+        assert torch.equal(found.solution.iterations[row], alone.solution.iterations[0])
+
+
 def test_greedy_continuations_are_reported_as_greedy(family, tiny_model, prompts):
     model = tiny_model(family)
     generated = ib.generate(model, prompts, max_new_tokens=4)

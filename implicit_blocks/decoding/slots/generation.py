@@ -10,6 +10,7 @@ from typing import Unpack
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from implicit_blocks.decoding.generated import Step
 from implicit_blocks.decoding.processors import Criteria, Processors
@@ -29,8 +30,7 @@ class SlotGeneration:
 
     Args:
         model: a model in evaluation mode whose mixers support slots.
-        ids_BL: prompts, padded on either side.
-        valid_BL: where they are real; None: everywhere.
+        prompts: the tokens of each row.
         limits: maximum number of tokens of each row, at least 1.
         sampling: the rule for choosing tokens.
         seeds: the seed of each row.
@@ -47,8 +47,7 @@ class SlotGeneration:
     def __init__(
         self,
         model: LanguageModel,
-        ids_BL: Tensor,
-        valid_BL: Tensor | None,
+        prompts: Sequence[Tensor],
         *,
         limits: Sequence[int],
         sampling: Sampling,
@@ -61,12 +60,11 @@ class SlotGeneration:
         stopping_criteria: Criteria | None = None,
         **search: Unpack[SearchKwargs],
     ) -> None:
-        self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
-        rows = [row if valid_BL is None else row[valid_BL[number]] for number, row in enumerate(ids_BL)]
-        max_seq_len = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
+        self.pad_token = pad_token
+        max_seq_len = max(len(row) + limit for row, limit in zip(prompts, limits, strict=True))
         self.decoder = ContinuousDecoder(
             model,
-            max_batch_size=len(rows),
+            max_batch_size=len(prompts),
             max_seq_len=max_seq_len,
             window_length=window_length,
             max_in_flight=None if max_in_flight is None else min(max_in_flight, max_seq_len),
@@ -75,8 +73,8 @@ class SlotGeneration:
         self.decoder.on_prompts = self._keep
         self._prompts: dict[int, tuple[Solution, int, int]] = {}
         """Of each row: the solution with its prompt, and its row and number of tokens in it."""
-        self._lengths = [len(row) for row in rows]
-        for row, limit, seed in zip(rows, limits, seeds, strict=True):
+        self._lengths = [len(row) for row in prompts]
+        for row, limit, seed in zip(prompts, limits, seeds, strict=True):
             request = Request(
                 prompt=row,
                 max_new_tokens=limit,
@@ -87,8 +85,8 @@ class SlotGeneration:
                 stopping_criteria=stopping_criteria,
             )
             self.decoder.submit(request)
-        self.made: list[list[NewToken]] = [[] for _ in rows]
-        self.stopped = [False] * len(rows)
+        self.made: list[list[NewToken]] = [[] for _ in prompts]
+        self.stopped = [False] * len(prompts)
 
     def steps(self) -> Iterator[Step]:
         """Yield one token of every row that has not ended, as soon as the last row has generated it."""
@@ -107,7 +105,7 @@ class SlotGeneration:
         return all(len(row) > number or (row and row[-1].last) for row in self.made)
 
     def _step(self, number: int) -> Step:
-        device = self.ids.device
+        device = self.decoder.device
         news = [row[number] if len(row) > number else None for row in self.made]
         some = next(new for new in news if new is not None)
         tokens = torch.tensor([self.pad_token if new is None else new.token for new in news], device=device)
@@ -141,7 +139,7 @@ class SlotGeneration:
         if len(self._prompts) < len(self.made):
             return None
         parts = [self._prompts[number] for number in range(len(self.made))]
-        z = self._at_positions([s.z[row, :length] for s, row, length in parts], 0.0)
+        z = self._padded([s.z[row, :length] for s, row, length in parts], 0.0)
         assert z is not None
 
         def of_rows(name: str) -> Tensor:
@@ -150,7 +148,7 @@ class SlotGeneration:
         def of_tokens(name: str) -> Tensor | None:
             found = [(getattr(s, f"token_{name}"), *where) for s, *where in parts]
             cut = [None if t is None else t[row, :length] for t, row, length in found]
-            return self._at_positions(cut, EMPTY[name])
+            return self._padded(cut, EMPTY[name])
 
         return Solution(
             z=z,
@@ -164,13 +162,7 @@ class SlotGeneration:
             token_diverged=of_tokens("diverged"),
         )
 
-    def _at_positions(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:
-        """Scatter the values of each row's real tokens to their positions, (B, L, …)."""
+    def _padded(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:
+        """Return the values of each row's tokens with padding after them, (B, L, …)."""
         given = [row for row in rows if row is not None]
-        if len(given) < len(rows):
-            return None
-        if self.valid is None:
-            return torch.stack(given)
-        whole = given[0].new_full((*self.ids.shape, *given[0].shape[1:]), fill)
-        whole[self.valid] = torch.cat(given)
-        return whole
+        return None if len(given) < len(rows) else pad_sequence(given, batch_first=True, padding_value=fill)
