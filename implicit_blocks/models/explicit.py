@@ -114,10 +114,8 @@ class ExplicitLM(ModelParts):
             else:
                 hidden_BLD = output(z_BLC)
             parts.append(Encoded(hidden_BLD))
-        state_after = state if return_state else None
-        if len(parts) == 1:
-            return replace(parts[0], state=state_after)
-        return Encoded.concatenate(parts, state_after)
+        whole = parts[0] if len(parts) == 1 else Encoded.concatenate(parts)
+        return replace(whole, state=state if return_state else None)
 
     def bind_core(
         self,

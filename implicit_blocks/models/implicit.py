@@ -186,19 +186,18 @@ class ImplicitLM(ModelParts):
                     self, f, z0_BLC, prepared, weights=weights, plan=plan, commit=commit
                 )
             output = self.output_map(prepared, weights)
+            iterates: dict[int, Iterate] = {}  # before the commit: a state with room is written in place
+            for t, z_BLC in (solution.trajectory or {}).items():
+                iterates[t] = Iterate(z_BLC, output(z_BLC))
             if commit:
                 hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
                 state = prepared.state.after(prepared.window, (*prepared.prelude, *core, *coda), solution.z)
                 solution = _with_share(solution, inputs, window)
             else:
                 hidden_BLD = output(solution.z)
-            parts.append(Encoded(hidden_BLD, solution))
-            for t, z_BLC in (solution.trajectory or {}).items():
-                parts[-1].iterates[t] = Iterate(z_BLC, output(z_BLC))
-        state_after = state if return_state else None
-        if len(parts) == 1:
-            return replace(parts[0], state=state_after)
-        return Encoded.concatenate(parts, state_after)
+            parts.append(Encoded(hidden_BLD, solution, iterates=iterates))
+        whole = parts[0] if len(parts) == 1 else Encoded.concatenate(parts)
+        return replace(whole, state=state if return_state else None)
 
     def bind_core(
         self,

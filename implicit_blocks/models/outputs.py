@@ -65,15 +65,14 @@ class Encoded:
     iterates: dict[int, Iterate] = field(default_factory=dict)
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Encoded], state: SequenceState | None) -> Encoded:
-        """Return consecutive windows as one; iterates that a window lacks are left out."""
+    def concatenate(cls, parts: Sequence[Encoded]) -> Encoded:
+        """Return consecutive windows as one, without a state; iterates that a window lacks are left out."""
         solutions = [part.solution for part in parts if part.solution is not None]
         common = [t for t in parts[0].iterates if all(t in part.iterates for part in parts)]
         return cls(
             torch.cat([part.hidden_BLD for part in parts], dim=1),
             Solution.concatenate(solutions) if solutions else None,
-            state,
-            {
+            iterates={
                 t: Iterate(
                     torch.cat([part.iterates[t].z_BLC for part in parts], dim=1),
                     torch.cat([part.iterates[t].hidden_BLD for part in parts], dim=1),

@@ -168,6 +168,20 @@ def test_iterates_of_a_call_that_commits_include_the_last_loop(policy):
     assert plain.solution.iterations.tolist() == kept.solution.iterations.tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("window_length", [None, 2])
+def test_iterates_do_not_change_the_state(window_length):
+    model, ids = built(), tokens()
+    outputs = []
+    with torch.no_grad():
+        for trajectory in ((), (1, 2)):
+            state = model.initial_state(3, max_seq_len=9)
+            first = model(
+                ids, state=state, trajectory=trajectory, return_state=True, window_length=window_length
+            )
+            outputs.append(model(tokens(length=2), state=first.state).logits)
+    assert torch.equal(outputs[0], outputs[1])
+
+
 def test_rows_and_tokens_take_their_own_numbers_of_loops():
     model, ids = built(contracting=True), tokens()
     per_row = torch.tensor([1, 4, 2])
