@@ -116,6 +116,8 @@ def _solve(
         loops = loops.one_less(gradient.loops) if final_call else loops
         looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
         return gradient(f, start_BLC, looped) if torch.is_grad_enabled() else looped(searched, start_BLC)
+    # The predictions of a coda at a token would depend on when the tokens before it are committed.
+    commits = not model.training and (model.coda is None or exit is None or exit.reads != "predict")
     solution = solve_fixed_point(
         searched,
         start_BLC,
@@ -123,7 +125,7 @@ def _solve(
         gradient=model.gradient,
         stopping=stopping,
         window_length=(model.spec if model.training else at_evaluation).window_length,
-        commit_prefix=None if model.training else at_evaluation.commit_prefix,
+        commit_prefix=at_evaluation.commit_prefix if commits else None,
         moving_average=None if search is None else search.moving_average,
         exit=exit,
         **options,

@@ -72,3 +72,28 @@ def test_windows_apply_the_criterion_to_each_window(model):
     assert windows.converged.all()
     assert torch.equal(windows.token_iterations[:, :4], whole.token_iterations[:, :4])
     torch.testing.assert_close(windows.z, whole.z, atol=0.02, rtol=0)
+
+
+@torch.no_grad()
+def test_committed_prefixes_of_a_model_with_a_coda_do_not_change_when_tokens_leave():
+    found = []
+    for commit_prefix in (None, 1):
+        torch.manual_seed(0)
+        at_evaluation = ib.AtEvaluation(
+            solver=ib.PicardSpec(),
+            stopping=ib.StoppingOverrides(tolerance=1e-6, max_iterations=60),
+            exit=ib.ArgmaxStabilityExitSpec(),
+            commit_prefix=commit_prefix,
+        )
+        spec = ib.ImplicitLMSpec(
+            vocab_size=11, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2), weight_norm=False,
+            embedding_std=1.0, core_residual=True, injection={"kind": "none"}, coda={"n_layers": 1},
+            at_evaluation=at_evaluation,
+        )  # fmt: skip
+        model = ib.build(spec).double().eval()
+        for name, parameter in model.named_parameters():
+            if "out_proj" in name or "coda.layers.0.mixer.in_proj" in name:
+                parameter.mul_(20)
+        found.append(model(torch.randint(11, (8, 12), generator=torch.Generator().manual_seed(3))))
+    assert torch.equal(found[0].solution.token_iterations, found[1].solution.token_iterations)
+    torch.testing.assert_close(found[0].logits, found[1].logits, rtol=0, atol=1e-10)
