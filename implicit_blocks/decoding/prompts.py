@@ -161,9 +161,10 @@ def check_stop_token_ids(stop_token_ids: Sequence[int], *, vocab_size: int) -> l
 def lay_out(
     prompts: Prompts, attention_mask: Tensor | None = None, *, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return prompts as (B, L) int64 IDs and where they are real; shorter lists are padded on the right.
+    """Return prompts as (B, L) int64 IDs and where they are real; None: everywhere.
 
-    The windows of a row, which count positions, thus do not depend on the length of other rows.
+    Shorter lists are padded on the right, so that the windows of a row, which count positions, do not depend
+    on the length of other rows.
 
     Raises:
         ValueError: for no prompts, an empty one, text, non-integer numbers, or a mask in addition to lists.
@@ -176,9 +177,9 @@ def lay_out(
     if attention_mask is not None:
         raise ValueError("attention_mask was given with lists of tokens, which do not need it; omit it")
     rows = token_rows(prompts, device=device)
-    width = max(len(row) for row in rows)
-    mask = torch.stack([torch.arange(width, device=device) < len(row) for row in rows])
-    return pad_sequence(rows, batch_first=True), mask
+    ids, lengths = pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+    mask = torch.arange(ids.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
+    return ids, mask if min(lengths) < max(lengths) else None
 
 
 def token_rows(
