@@ -127,7 +127,6 @@ def test_llama_of_10_m(half: dict[str, Any], leads: Any) -> None:
     assert "of rates from 5e-4 to 2e-3 and decays of 1.5 and 3 all Llamas chose 1e-3 and 1.5" in MAIN
     ours = implicit(half, MIDDLE)
     low, high = (at_rate(half, rate, MIDDLE, staged) for rate in (1e-3, 2e-3))
-    assert ours is not None
     assert ours == low["implicit", 4, 3]
     four, eight = low["explicit", 4, 0], low["explicit", 8, 0]
     against = [difference(ours, rival) for rival in (four, eight)]
