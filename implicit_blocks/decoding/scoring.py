@@ -89,12 +89,12 @@ def score(
     prompt_rows = token_rows(prompts, device=device)
     forced = token_rows(continuations, device=device, name="continuation")
     whole = [torch.cat(parts) for parts in zip(prompt_rows, forced, strict=True)]
-    check_prompts(*lay_out(whole, device=device), vocab_size=model.spec.vocab_size, max_length=max_length)
-    ids, mask = lay_out([row[:-1] for row in whole], device=device)
-    encoded = model.encode(
-        model.embedding(ids),
-        ids_BL=needed_ids(model, ids),
-        attention_mask=mask,
+    ids, mask = lay_out(whole, device=device)
+    valid = check_prompts(ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
+    encoded = model.encode(  # all but the last token of each row: padding begins one position earlier
+        model.embedding(ids[:, :-1]),
+        ids_BL=needed_ids(model, ids[:, :-1]),
+        attention_mask=None if valid is None else valid[:, 1:],
         window_length=window_length,
         search=SearchOptions.of_call(score, search),
     )
