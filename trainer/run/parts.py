@@ -116,7 +116,7 @@ def _model(spec: RunSpec) -> nn.Module:
             raise _unsupported(spec, "quantize_search", "training.search_dtype=null")
         gradients = [getattr(phase.model, "gradient", model.gradient) for phase in spec.phase_specs()]
         if not any(gradient.searches for gradient in gradients):
-            raise _unsupported(spec, "searches with any phase's gradient", "training.search_dtype=null")
+            raise _unsupported(spec, "a search in any phase of this run", "training.search_dtype=null")
         model.quantize_search(getattr(torch, spec.training.search_dtype))
     checkpoints = any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs())
     if checkpoints and not isinstance(model, CheckpointsActivations):
