@@ -69,7 +69,7 @@ def test_the_headline_is_that_of_the_summary(leads: Any) -> None:
     names = (
         "GATED",
         "GATED_10M",
-        *(f"MAMBA2_{one}" for one in ("STAGES", "STAGES_THIRD", "FOUR", "FOUR_LONG")),
+        *(f"MAMBA2_{one}" for one in ("STAGES", "STAGES_THIRD", "STAGES_10M", "FOUR", "FOUR_LONG")),
     )
     also = {PARTS[name] for name in names}
     assert reaching == {("a", part, "adamw") for part in {f"Llama, {part}" for part in parts} | also}
