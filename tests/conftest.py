@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("no_deadline", deadline=None)  # a busy machine fails no test
+hypothesis.settings.load_profile("no_deadline")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -289,7 +289,7 @@ def test_zero_step_leaves_the_state(length: int, backend: str) -> None:
     assert torch.equal(h, before), "the caller's state was written to"
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     shape=st.builds(
         lambda B, L, R, P, N, G: Shape(B, L, R * G, P, N, G),

@@ -18,7 +18,7 @@ def search(*, solver=None, **stopping) -> ib.Search:
 @given(
     rate=st.floats(0.0, 0.95), seed=st.integers(0, 1000), rows=st.integers(1, 4), features=st.integers(1, 10)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @pytest.mark.parametrize(
     "solver",
     [

@@ -79,7 +79,7 @@ def test_all_tokens_can_be_scored(sums: Path) -> None:
         assert set(labels[end + 1 :]) == {-100}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=60), capacity=st.integers(20, 40))
 def test_packed_rows_hold_every_item_once(sizes: list[int], capacity: int) -> None:
     rows = pack(np.array(sizes), capacity)

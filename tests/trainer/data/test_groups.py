@@ -45,7 +45,7 @@ def test_groups_have_their_order_an_identity_and_inverses(name: str) -> None:
     assert (np.sort(g.table, axis=1) == index).all()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(name=st.sampled_from(sorted(ORDERS)), data=st.data())
 def test_group_composition_is_associative(name: str, data: st.DataObject) -> None:
     g = group(name)

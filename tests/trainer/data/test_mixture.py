@@ -58,7 +58,7 @@ def test_shares_are_exact_and_every_sample_occurs(tmp_path: Path) -> None:
     assert len({tuple(source[i : i + 20].tolist()) for i in range(0, 4000, 20)}) > 100  # no fixed pattern
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(position=st.integers(0, 3 * BLOCK), count=st.integers(1, 50), seed=st.integers(0, 3))
 def test_a_position_does_not_depend_on_earlier_positions(
     tmp_path_factory: pytest.TempPathFactory, position: int, count: int, seed: int

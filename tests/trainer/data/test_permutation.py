@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer.data.permutation import permute
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
 def test_the_permutation_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     order = permute(np.arange(n), n, seed=seed, epoch=epoch)

@@ -55,7 +55,7 @@ def test_every_epoch_has_every_sample_once_in_another_order(tmp_path: Path) -> N
     assert other[:, 0].tolist() != epochs[0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(position=st.integers(0, 100), count=st.integers(1, 60), world_size=st.integers(1, 5))
 def test_batches_and_ranks_share_one_order(
     tmp_path_factory: pytest.TempPathFactory, position: int, count: int, world_size: int

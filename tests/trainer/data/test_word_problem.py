@@ -55,7 +55,7 @@ def test_labels_are_prefix_products(group: str, monoid: object, draw_order: str)
     assert torch.equal(labels, naive_labels(problem, inputs))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(n=st.integers(1, 300), length=st.integers(1, 40), seed=st.integers(0, 2**40), p=st.floats(0, 1))
 def test_labels_are_prefix_products_at_any_shape(n: int, length: int, seed: int, p: float) -> None:
     problem = WordProblem(group="S3", identity_probability=p)
@@ -185,7 +185,7 @@ def test_sequences_do_not_depend_on_the_number_of_threads() -> None:
     assert not torch.equal(one[0], problem.sample(500, 64, seeded(2))[0])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(position=st.integers(0, 700), count=st.integers(1, 300), order=st.sampled_from(["fast", "published"]))
 def test_a_stream_does_not_depend_on_the_batch_size(position: int, count: int, order: str) -> None:
     problem = WordProblem(group="S3", identity_probability=0.5, draw_order=order)

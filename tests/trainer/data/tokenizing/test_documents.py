@@ -58,7 +58,7 @@ def test_documents_are_the_text_between_separators(
     assert documents_of([path]) == [text.replace("\r\n", "\n")]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     texts=st.lists(st.text(alphabet="ab \n<|", max_size=60), max_size=6),
     piece=st.integers(1, 20),

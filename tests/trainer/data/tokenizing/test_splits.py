@@ -112,7 +112,7 @@ def test_documents_that_are_held_out_do_not_train_the_tokenizer(tmp_path: Path) 
     assert manifest["documents"] == 200 - len(kept)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     text=st.text(alphabet="ab \n", min_size=2, max_size=80).filter(lambda text: len(text.strip()) > 1),
     fraction=st.floats(0.01, 0.99),
