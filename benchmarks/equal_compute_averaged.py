@@ -47,9 +47,11 @@ from equal_compute_parts import (
     STAGES,
     THIRD,
     choosing,
+    points_tried,
     read,
     reported,
     runs_of,
+    tuned_alike,
 )
 from equal_compute_scaling import sentences, series
 from equal_compute_seeds import by_recipe, difference_of_runs, length_ratios, mean_perplexity
@@ -260,7 +262,7 @@ def compared() -> Iterator[tuple[str, str, Rows, Rows]]:
 def summary_table(parts: Sequence[str]) -> str:
     """Return the summary of parts: one row per part, setting and optimizer."""
     head = ("model", "setting", "optimizer", "implicit", "explicit", "difference", "95 % interval", "seeds",
-            "target", "reached")  # fmt: skip
+            "points", "target", "reached")  # fmt: skip
     found = (one for one in compared() if one[1] in parts)
     rows = sorted(found, key=lambda one: (one[2][0].optimizer, one[0]))
     return markdown([head, *(_summary(*row) for row in rows)])
@@ -271,18 +273,8 @@ def _name(part: str, *sides: Rows) -> str:
     sizes = dict.fromkeys(f"{rows[0]['parameters'] / 1e6:.1f} M" for _, rows in sides)
     penalty = ", penalty" if sides[0][0].residual_weight and END not in part else ""
     words = (
-        FOUR_LAYERS,
-        "weight norm",
-        GATES,
-        STAGES,
-        END,
-        DAMPED,
-        ATTRACTOR,
-        RANDOM,
-        OTHER,
-        THIRD,
-        LONG,
-        MORE,
+        *(FOUR_LAYERS, "weight norm", GATES, STAGES, END, DAMPED, ATTRACTOR, RANDOM),
+        *(OTHER, THIRD, LONG, MORE),
     )
     added = "".join(f", {name}" for name in words if name in part)
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
@@ -294,6 +286,7 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
     mark += " (no weight norm)" if ours[0].weight_norm and not theirs[0].weight_norm else ""
     interval, target, one_seed = result["interval"], TARGETS[setting], result["seeds"] == [1, 1]
     reached = result["difference"] <= target and (setting != "a" or result["below_with_every_seed"])
+    points = [points_tried(part, side[0]) for side in (ours, theirs)]
     cells = (
         _name(part, ours, theirs),
         f"({setting}) {SETTINGS[setting]}",
@@ -303,6 +296,7 @@ def _summary(setting: str, part: str, ours: Rows, theirs: Rows) -> tuple[str, ..
         f"{result['difference']:+.1%}",
         "" if interval is None else f"{100 * interval[0]:+.1f} to {interval[1]:+.1%}",
         ", ".join(map(str, dict.fromkeys(result["seeds"]))),
+        ", ".join(str(len(one)) for one in (points if points[0] != points[1] else points[:1])),
         f"{target:+.0%}" if target else "below",
         f"{'yes' if reached else 'no'}{', one seed' if one_seed else ''}",
     )
@@ -451,6 +445,7 @@ def draw(parts: Sequence[str]) -> Any:
     """Return a picture: differences of the summary in settings (a) and (b), with their 95 % intervals.
 
     Small markers are seeds, each beside the mean of the explicit model. Recipes with one seed are left out.
+    Circles are filled where both sides were tuned alike (`tuned_alike`).
     """
     from trainer.reporting.pictures import BLUE, GREY, ORANGE, finish, new_figure
 
@@ -464,7 +459,8 @@ def draw(parts: Sequence[str]) -> Any:
         result = difference_of_runs(ours[1], theirs[1])
         color = ORANGE if setting == "a" else BLUE
         axes.plot([100 * end for end in result["interval"]], [place, place], color=color, linewidth=2)
-        axes.plot(100 * result["difference"], place, "o", color=color, markersize=8)
+        filled = color if tuned_alike(part, ours[0], theirs[0]) else "white"
+        axes.plot(100 * result["difference"], place, "o", color=color, markersize=8, markerfacecolor=filled)
         seeds = [100 * (run["report"] / result["explicit"] - 1) for run in ours[1]]
         axes.plot(seeds, [place + 0.22] * len(seeds), "|", color=GREY, markersize=7)
         labels.append(f"({setting}) {_name(part, ours, theirs)}, {OPTIMIZERS[ours[0].optimizer]}")

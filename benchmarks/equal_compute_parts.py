@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from trainer.experiments.equal_compute.compare import recipe_of
+from trainer.experiments.equal_compute.recipes import Recipe
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LONG = "twice the FLOPs"
@@ -219,6 +223,26 @@ def runs_of(file: str) -> list[dict[str, Any]]:
 def choosing(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the runs that chose."""
     return [run for run in runs if run["recipe"]["seed"] == 0]
+
+
+def points_tried(part: str, recipe: Recipe) -> set[tuple[float, float, float]]:
+    """Return learning rate, weight decay and share of the budget of the runs that chose a model's recipe.
+
+    Those of the same model and FLOPs, in a part and in those with the same text.
+    """
+
+    def without_point(one: Recipe) -> Recipe:
+        return replace(one, learning_rate=1.0, weight_decay=0.0, share=1.0, average=None, seed=0)
+
+    runs = [run for name in (part, *BESIDE.get(part, ())) for run in choosing(read(name))]
+    tried = [one for one in map(recipe_of, runs) if without_point(one) == without_point(recipe)]
+    return {(one.learning_rate, one.weight_decay, one.share) for one in tried}
+
+
+def tuned_alike(part: str, ours: Recipe, theirs: Recipe) -> bool:
+    """Return whether the explicit recipe was chosen from all points of the implicit one, two or more."""
+    own = points_tried(part, ours)
+    return len(own) > 1 and own <= points_tried(part, theirs)
 
 
 def reported(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.documentation.equal_compute_pages import LAST, PAGE, ROOT, SEEDS, percent, read
+from tests.documentation.equal_compute_pages import LAST, MAIN, PAGE, ROOT, SEEDS, percent, read
 from trainer.experiments.equal_compute.compare import require_same_text
 from trainer.experiments.equal_compute.experiment import LAPTOP
 from trainer.experiments.equal_compute.plot import draw
@@ -241,3 +241,16 @@ def test_the_residual_shape_solves_a5_at_four_times_the_length() -> None:
     at_1024 = [test["identity_probability"] for test in row["tests"] if test["length"] == 1024]
     assert f"correct on all tokens of {test['sequences']} sequences each with p = 0.5 and p = 0" in PAGE
     assert at_1024 == [0.5, 0.0]
+
+
+def test_state_tracking_with_gates() -> None:
+    path = ROOT / "benchmarks" / "results" / "word_problem_s3_gates.json"
+    rows = {
+        row["identity_probability"]: row
+        for row in json.loads(path.read_text(encoding="utf-8"))["evaluation"]
+        if row["length"] == 128
+    }
+    half, none = (percent(rows[p]["accuracy_last"], sign=False) for p in (0.5, 0))
+    share = percent(1 - rows[0]["non_converged"], sign=False)
+    text = f"one seed reaches {half} % (p = 0.5) and {none} % (p = 0), where {share} % converge in"
+    assert f"{text} {rows[0]['iterations_max']} iterations" in MAIN
