@@ -1,6 +1,7 @@
 """Ablations of the looped Llama at equal compute: what each part of its recipe changes.
 
     python benchmarks/equal_compute_gpu.py ablations --data DIR --report DIR --output DIR --summary FILE
+    python benchmarks/equal_compute_gpu.py 'ablations/loops: 2 throughout' --data DIR --report DIR …
     python benchmarks/equal_compute_ablations.py FILE
 
 Every row changes one part of the base recipe (1-2-1 with 3 loops, 8 in the last fifth of the steps, residual
@@ -138,6 +139,27 @@ def runs(*, eager: bool) -> list[Row]:
     ]
 
 
+def name_of(group: str, label: str) -> str:
+    """Return the name of a row in the table."""
+    return label if group == "base" else f"{group}: {label}"
+
+
+def row_runs(name: str) -> list[Row]:
+    """Return the recipes of the row with this name, one for each of its seeds.
+
+    Raises:
+        ValueError: there is no such row.
+
+    """
+    named = {
+        name_of(group, label): (label, row) for group, rows in GROUPS.items() for label, row in rows.items()
+    }
+    if name not in named:
+        raise ValueError(f"no row of the ablations is named {name!r}; choose one of {', '.join(named)}")
+    label, row = named[name]
+    return [{**COMMON, **row, "seed": seed} for seed in SEEDS.get(label, (0,))]
+
+
 def table(found: Sequence[Mapping[str, Any]]) -> str:
     """Return results as a Markdown table, group by group; rows without a result are left out.
 
@@ -149,7 +171,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
     for group, rows in GROUPS.items():
         for label, row in rows.items():
             if kept := results.get(Recipe.of({**COMMON, **row})):
-                name = label if group == "base" else f"{group}: {label}"
+                name = name_of(group, label)
                 lines.append((name, *_cells([run for run in kept if run["recipe"]["seed"] == 0])))
                 if len(kept) > 1:
                     lines.append((f"{name}, mean of {len(kept)} seeds", *_cells(kept)))

@@ -192,12 +192,17 @@ def lists() -> dict[str, Runs]:
 def listed_runs(name: str) -> Runs:
     """Return the recipes of a list, or of a JSON file with a list or results of this program.
 
-    ``ablations`` and ``ablations_eager`` are lists of `equal_compute_ablations`.
-    """
-    if name in ("ablations", "ablations_eager"):
-        from equal_compute_ablations import runs
+    ``ablations`` and ``ablations_eager`` are lists of `equal_compute_ablations`, and ``ablations/`` with the
+    change of a row of its table, such as ``ablations/convergence: damping 0.8``, is that row.
 
-        return runs(eager=name == "ablations_eager")
+    Raises:
+        ValueError: the table has no such row.
+
+    """
+    if name.partition("/")[0] in ("ablations", "ablations_eager"):
+        from equal_compute_ablations import row_runs, runs
+
+        return row_runs(name.partition("/")[2]) if "/" in name else runs(eager=name == "ablations_eager")
     known = lists()
     if name in known:
         return known[name]
@@ -344,7 +349,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from trainer.storage.files import write_json
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
-    listed = listed_runs(options.runs)
+    try:
+        listed = listed_runs(options.runs)
+    except (ValueError, OSError) as error:
+        parser.error(f"{options.runs}: {error}")
 
     def train(runs: Sequence[dict[str, Any]], *, until: float, brief: bool) -> list[str]:
         return train_recipes(

@@ -69,6 +69,22 @@ def test_every_row_of_the_ablations_executes_the_same_flops(ablations: Any) -> N
         assert eager == ("until_converged" in kinds), recipe.shape
 
 
+def test_each_row_of_the_table_is_a_list_of_its_own(ablations: Any) -> None:
+    from equal_compute_gpu import listed_runs
+
+    page = (ROOT / "docs" / "equal_compute_tables.md").read_text(encoding="utf-8")
+    names = {
+        line.split(" | ")[0].removeprefix("| ")
+        for line in page.partition("## Ablations")[2].partition("\n## ")[0].splitlines()
+        if line.startswith("| ") and " mean of " not in line
+    } - {"change", "---"}
+    found = [run for name in sorted(names) for run in listed_runs(f"ablations/{name}")]
+    every = [run for eager in (False, True) for run in ablations.runs(eager=eager)]
+    assert sorted(map(str, found)) == sorted(map(str, every))
+    with pytest.raises(ValueError, match="no row of the ablations is named 'damping'; choose one of base, "):
+        listed_runs("ablations/damping")
+
+
 def test_the_table_has_a_line_for_each_row_with_results(ablations: Any) -> None:
     rows = [{**row, "average": [0.9]} for row in ablations.runs(eager=False)[:4]]
     ablations.COMMON["average"] = [0.9]
