@@ -145,6 +145,22 @@ def test_an_average_may_begin_or_end_with_a_resume(small: Small, tmp_path: Path)
     assert losses_of(tmp_path / "3") == losses_of(tmp_path / "2"), "the weights of training were resumed"
 
 
+def test_the_average_begins_anew_where_an_extended_run_moves_its_start(small: Small, tmp_path: Path) -> None:
+    share = {**EMA, "training.ema": {"decay": 0.6, "start": 0.5}}
+    build(small(share), output=tmp_path / "run", device="cpu").train()
+    longer = {**share, "training.max_steps": 12, "training.evaluate_every": 5}
+    run = build(small(longer), output=tmp_path / "run", device="cpu", resume=True)
+    run.train()
+    rows = [row for row in read_metrics(tmp_path / "run" / "evaluations.jsonl") if row["step"] > 4]
+    assert [(row["step"], row["weights"]) for row in rows] == [
+        (5, "training"),
+        (10, "average"),
+        (12, "average"),
+    ]
+    assert run.loop.average is not None
+    assert run.loop.average.updates == 6, "those of the steps after step 6"
+
+
 @pytest.mark.parametrize("optimizer", [False, True], ids=["weights", "with the optimizer"])
 def test_another_run_begins_with_the_average_or_continues_the_training(
     small: Small, tmp_path: Path, optimizer: bool

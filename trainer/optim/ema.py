@@ -51,7 +51,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the weights after ``step`` updates of the run."""
-        if step <= self._start:
+        if step <= self._start:  # also where an extended run has moved a share of its steps
+            self.updates = 0
             return
         parameters = self._parameters()
         averages = [local_part(self.tensors[name]) for name in parameters]
