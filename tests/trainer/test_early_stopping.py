@@ -24,7 +24,8 @@ class Result:
     """An evaluation result of one value."""
 
     def __init__(self, value: float, name: str = "valid") -> None:
-        self.row = {"set": name, "loss": value, "accuracy_last": value}
+        metrics = ("loss", "accuracy_last", "sequence_accuracy", "token_within")
+        self.row = {"set": name, **dict.fromkeys(metrics, value)}
 
     def as_row(self, *, by_position: bool) -> dict[str, Any]:
         return self.row
@@ -52,9 +53,23 @@ def evaluate(callback: EarlyStopping, values: list[float], folder: Path, **run: 
         ({"patience": 2, "min_delta": 0.5}, [3.0, 2.8, 2.4], 0),
         ({"patience": 1, "metric": "accuracy_last"}, [0.1, 0.2, 0.3], 0),
         ({"patience": 1, "metric": "accuracy_last"}, [0.1, 0.2, 0.2], 1),
+        ({"patience": 1, "metric": "sequence_accuracy"}, [0.1, 0.2, 0.3], 0),
+        ({"patience": 1, "metric": "sequence_accuracy"}, [0.3, 0.2], 1),
+        ({"patience": 1, "metric": "token_within"}, [0.1, 0.2, 0.3], 0),
         ({"patience": 2}, [float("nan"), float("nan")], 1),
     ],
-    ids=["reset", "exhausted", "too little", "slow", "accuracy", "accuracy falls", "nan"],
+    ids=[
+        "reset",
+        "exhausted",
+        "too little",
+        "slow",
+        "accuracy",
+        "accuracy falls",
+        "sequences",
+        "sequences fall",
+        "share",
+        "nan",
+    ],
 )
 def test_the_run_ends_after_evaluations_without_improvement(
     tmp_path: Path, fields: dict[str, Any], values: list[float], stops: int

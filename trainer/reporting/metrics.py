@@ -33,7 +33,7 @@ def rounded(value: float, digits: int = 6) -> float:
 
 def grows_to_improve(metric: str) -> bool:
     """Whether larger values of a column of evaluations are better, as of accuracies, unlike losses."""
-    return metric.startswith("accuracy") or metric == "token_converged"
+    return "accuracy" in metric or metric in ("token_converged", "token_within")
 
 
 def epoch_row(epochs: Mapping[str, float]) -> dict[str, float]:

@@ -45,8 +45,8 @@ class EarlyStoppingSpec(CallbackSpec):
 
     kind: Literal["early_stopping"] = "early_stopping"
     metric: str = "loss"
-    """Column of evaluations.jsonl, such as loss or accuracy_last. Accuracies improve by growing, all other
-    metrics by falling."""
+    """Column of evaluations.jsonl, such as loss or accuracy_last. Accuracies and shares of converged tokens
+    improve by growing, all other metrics by falling."""
     set: str | None = None
     """Name of the evaluation set; null: the first one."""
     patience: PositiveInt = 3
