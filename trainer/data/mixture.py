@@ -157,12 +157,6 @@ def build(spec: MixtureSpec, *, seed: int = 0, vocab_size: int | None = None) ->
 
 
 def _check_tokenizers(parts: Sequence[Part]) -> None:
-    from trainer.data.token_folder import check_same_tokenizer
-    from trainer.data.tokens import TokenData
-
-    texts = [part.source for part in parts if isinstance(part.source, TokenData)]
-    for text in texts[1:]:
-        check_same_tokenizer(texts[0].files, text.files)
     known = [(part.name, identity) for part in parts if (identity := part.source.identity().get("tokenizer"))]
     for name, identity in known[1:]:
         if identity != known[0][1]:

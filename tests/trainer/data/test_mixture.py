@@ -167,7 +167,7 @@ def test_sources_with_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     manifest = json.loads((folders[1] / "train" / "manifest.json").read_text())
     manifest["tokenizer"]["sha256"] = "0" * 64
     (folders[1] / "train" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="were written with different tokenizers"):
+    with pytest.raises(ValueError, match="'source0' and 'source1' of the mixture have different tokenizers"):
         build(spec)
 
 
