@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -103,7 +103,7 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None, overrides: Seq
         tokenizer=tokenizer_of(checkpoint),
         notes=tuple(notes),
         documents=getattr(getattr(loaded, "data", None), "documents", "ignore"),
-        token_identity=None if run is None else _text(run.noted_data().get("tokenizer")),
+        token_identity=None if run is None else _tokenizer_in(run.noted_data()),
     )
 
 
@@ -126,8 +126,11 @@ def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
     )
 
 
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+def _tokenizer_in(identity: Mapping[str, Any]) -> str | None:
+    """Return the tokenizer in the identity of data; that of a mixture contains those of its sources."""
+    parts = (_tokenizer_in(part) for part in identity.values() if isinstance(part, Mapping))
+    own = identity.get("tokenizer")
+    return own if isinstance(own, str) else next(filter(None, parts), None)
 
 
 def _of_transformers(folder: Path) -> EvalModel:

@@ -234,6 +234,12 @@ class MixtureSpec(DataSpec):
         return tasks.pop() if len(tasks) == 1 else None
 
     @property
+    def documents(self) -> Documents:
+        """`reset` if all sources with documents separate them."""
+        found = {getattr(source.data, "documents", None) for source in self.sources} - {None}
+        return "reset" if found == {"reset"} else "ignore"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the sources in logs and metrics."""
         return tuple(source.name or f"source{index}" for index, source in enumerate(self.sources))

@@ -138,7 +138,8 @@ def test_perplexity_is_of_held_out_tokens_where_there_are_some(run_folder, tmp_p
     assert whole["perplexity"] == held_out["perplexity"] != train["perplexity"]
 
 
-def test_incompatible_tokens_are_rejected(small, tmp_path, capsys):
+@pytest.mark.parametrize("mixed", [False, True], ids=["tokens", "mixture"])
+def test_incompatible_tokens_are_rejected(small, tmp_path, capsys, mixed):
     """Training text instead of held-out text, another tokenizer, documents without known end tokens."""
     tokenizers = pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     (tmp_path / "a.txt").write_text(50 * "seen in training ")
@@ -151,6 +152,9 @@ def test_incompatible_tokens_are_rejected(small, tmp_path, capsys):
     assert tokenize([*alone, str(tmp_path / "other"), *other, "--validation-fraction", "0.5"]) == 0
     write_tokens(tmp_path / "plain.bin", np.arange(500) % 257, vocab_size=257)
     data = {"kind": "tokens", "path": str(tmp_path / "own"), "seq_len": 16, "documents": "reset"}
+    if mixed:
+        sources = [{"weight": weight, "data": data} for weight in (1, 2)]
+        data = {"kind": "mixture", "seq_len": 16, "sources": sources}
     spec = small({"model.vocab_size": 257, "data": data, "training.max_steps": 1, "evaluation.lengths": [16]})
     build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
     arguments = ["--checkpoint", tmp_path / "run", "--lengths", 16, "--limit", 2, "--device", "cpu"]
