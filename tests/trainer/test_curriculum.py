@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,13 +114,13 @@ def test_a_run_in_two_parts_equals_the_whole_in_either_phase(
 def test_every_sample_is_loaded_once(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = build(small({**GROWING, "training.loader_threads": 1}), output=tmp_path / "run", device="cpu")
     asked: list[tuple[int, int]] = []
-    give = run.loop.data.batch
+    give = run.loop.active.data.batch
 
     def counting(position: int, count: int) -> Batch:
         asked.append((position, count))
         return give(position, count)
 
-    monkeypatch.setattr(run.loop.data, "batch", counting)
+    monkeypatch.setattr(run.loop.active.data, "batch", counting)
     run.train()
     assert asked == [(8 * n, 8) for n in range(3)] + [(24 + 12 * n, 12) for n in range(6)]
 
@@ -134,6 +135,26 @@ def test_a_rank_prefetches_its_shares_of_the_next_batches(small: Small) -> None:
     ahead = active.own_ranges(1, 8)
     assert ahead == [(12, 4), (20, 4), (30, 6)]
     assert active.own_ranges(3, 24)[:1] == ahead[2:]
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_the_epochs_of_phases_with_other_data_add_up(small: Small, step: int) -> None:
+    phases = [
+        {"name": "a", "until": 2},
+        {"name": "b", "until": 5, "training": {"batch_size": 4}},
+        {"name": "c", "training": {"batch_size": 6}},
+    ]
+    spec = small({"training.max_steps": 7, "phases": phases})
+    ten: Any = SimpleNamespace(concurrent=False, epochs=lambda position: {"": position / 10})
+    five: Any = SimpleNamespace(concurrent=False, epochs=lambda position: {"": position / 5})
+    ranks = Ranks(torch.device("cpu"))
+    active = ActivePhase(
+        spec, model=torch.nn.Module(), sources=[ten, ten, five], grid=Grid.undivided(ranks), display=Display()
+    )
+    active.enter(step - 1)  # directly, as in a resumed run
+    sizes = [8, 8, 4, 4, 4, 6, 6][:step]
+    expected = sum(sizes[:5]) / 10 + sum(sizes[5:]) / 5
+    assert active.epochs(step, sum(sizes)) == {"": pytest.approx(expected)}
 
 
 def test_a_nan_loss_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_nan_loss_stops_the_run_before_the_update(
     folder = tmp_path / "run"
     # No loader thread: it would request batches before their step.
     run = build(small({**CURRICULUM, "training.loader_threads": 0}), output=folder, device="cpu")
-    batch, forward = run.loop.data.batch, run.model.forward
+    batch, forward = run.loop.active.data.batch, run.model.forward
     asked = 0
 
     def counting(position: int, count: int) -> Any:
@@ -225,7 +225,7 @@ def test_a_nan_loss_stops_the_run_before_the_update(
             output.loss.data.fill_(float("nan"))
         return output
 
-    monkeypatch.setattr(run.loop.data, "batch", counting)
+    monkeypatch.setattr(run.loop.active.data, "batch", counting)
     monkeypatch.setattr(run.model, "forward", poisoned)
     with pytest.raises(
         NonFiniteLossError, match=r"loss is nan at step 5 \(phase 'unrolled', samples 32 to 39\)"

@@ -51,12 +51,8 @@ class Evaluator:
 
     def is_missing(self, step: int) -> bool:
         """Whether the folder has no evaluation of ``step``, as after an interrupted evaluation."""
-
-        def missing() -> bool:
-            last = self._folder.evaluations.last_row()
-            return last is None or last["step"] < step
-
-        return self._ranks.run_on_rank0(missing)
+        last = self._ranks.run_on_rank0(self._folder.evaluations.last_row) or {"step": 0}
+        return bool(last["step"] < step)
 
     def last_results(self, step: int) -> list[EvaluationResult] | None:
         """Return the results of the last evaluation if it was that after ``step``, else None."""

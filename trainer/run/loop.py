@@ -11,7 +11,6 @@ import torch
 from trainer.callbacks import CallbackDispatcher, Callbacks
 from trainer.checkpoint.folder import TrainingProgress
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.data.source import DataSource
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, NonFiniteLossError
 from trainer.evaluation.evaluate import EvaluationResult
@@ -154,7 +153,7 @@ class Loop:
             result,
             progress=self.progress,
             learning_rate=rate,
-            epochs=self.data.epochs(self.progress.samples),
+            epochs=self.active.epochs(self.progress.step, self.progress.samples),
             tokens=tokens,
             step_seconds=now - began,
             stall_seconds=self.checkpoints.take_stall(),
@@ -237,11 +236,6 @@ class Loop:
     def _seconds(self) -> float:
         """Return the training time of the run, earlier starts included."""
         return time.perf_counter() - self._began
-
-    @property
-    def data(self) -> DataSource:
-        """The data of the active phase."""
-        return self.active.data
 
     @property
     def unsaved(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -104,6 +104,18 @@ class ActivePhase:
             ranges.append((first + offset, count))
             first += size
         return ranges
+
+    def epochs(self, step: int, samples: int) -> Mapping[str, float]:
+        """Return the passes over the data before ``step``, by part; phases with other data add up."""
+        found = dict(self.data.epochs(samples))
+        for index in range(self._index or 0, 0, -1):
+            phase, (before, after) = self._phases[index], self._sources[index - 1 : index + 1]
+            samples = max(0, samples - (step - phase.first_step) * phase.training.batch_size)
+            step = phase.first_step
+            for sign, source in ((1, before), (-1, after)) if before is not after else ():
+                for name, passes in source.epochs(samples).items():
+                    found[name] = found.get(name, 0.0) + sign * passes
+        return found
 
     def close(self) -> None:
         """Stop the threads that load batches."""

@@ -31,7 +31,7 @@ TASK: dict[str, Any] = globals().get("TASK", {})
 
 def hide_labels(run: Run) -> None:
     """Remove labels, so that sequences have unequal numbers of them; some have none."""
-    batch = run.loop.data.batch
+    batch = run.loop.active.data.batch
 
     def hidden(position: int, count: int) -> Any:
         made = batch(position, count)
@@ -41,7 +41,7 @@ def hide_labels(run: Run) -> None:
                 made.labels[row] = -100
         return made
 
-    run.loop.data.batch = hidden  # type: ignore[method-assign]  # of this object alone
+    run.loop.active.data.batch = hidden  # type: ignore[method-assign]  # of this object alone
 
 
 def watch_types(run: Run) -> dict[str, set[torch.dtype]]:
@@ -238,7 +238,7 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
         def broken(position: int, count: int) -> Any:
             raise ValueError(f"no token at {position}")
 
-        run.loop.data.batch = broken  # type: ignore[method-assign]  # of this object alone
+        run.loop.active.data.batch = broken  # type: ignore[method-assign]  # of this object alone
     if what == "crash" and ranks.rank == 1:
 
         def crash(*_: Any) -> None:
