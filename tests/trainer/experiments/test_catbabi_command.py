@@ -126,19 +126,20 @@ def test_the_task_mean_is_unweighted_and_the_accuracy_weights_answers():
     assert (row["by_task"]["1"], row["by_task"]["2"], row["by_task"]["3"]) == (1.0, 0.5, None)
 
 
-def test_answers_are_cached_per_row_length(tmp_path, monkeypatch):
-    monkeypatch.setattr(catbabi, "load_model", lambda finished, device: None)
+def test_answers_are_cached_per_row_length_and_number_of_steps(tmp_path, monkeypatch):
+    """A run that was extended has other answers."""
+    monkeypatch.setattr(catbabi, "load_model", lambda finished, device: finished.summary["steps"])
     monkeypatch.setattr(
-        catbabi, "score_answers", lambda model, source, **more: {"of": [source.length, more["rows"]]}
+        catbabi, "score_answers", lambda model, source, **more: {"of": [source.length, more["rows"], model]}
     )
     evaluation, data = SimpleNamespace(batch_size=8), SimpleNamespace(seq_len=16)
     spec = SimpleNamespace(evaluation=evaluation, data=data, training=SimpleNamespace(precision="float32"))
-    for length, rows in ((16, 2), (64, 2), (64, 3), (16, 2)):
+    for length, rows, steps in ((16, 2, 5), (64, 2, 5), (64, 3, 5), (64, 3, 9), (16, 2, 5)):
         source = SimpleNamespace(length=length)
-        finished = SimpleNamespace(folder=tmp_path, spec=spec)
+        finished = SimpleNamespace(folder=tmp_path, spec=spec, summary={"steps": steps})
         found = catbabi._answers(finished, source, split="valid", rows=rows, device=torch.device("cpu"))
-        assert found == {"of": [length, rows]}
-    assert len(list(tmp_path.iterdir())) == 3
+        assert found == {"of": [length, rows, steps]}
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_invalid_requests_are_refused(archive, tmp_path, capsys):

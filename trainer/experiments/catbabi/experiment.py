@@ -207,7 +207,8 @@ def _answers(
     finished: Finished, source: CatbAbI, *, split: str, rows: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the counts per task and the search statistics, cached in the run's directory."""
-    path = finished.folder / f"answers-{split}-{source.length}-{rows}.json"
+    steps = finished.summary["steps"]  # of a run that may be extended
+    path = finished.folder / f"answers-{split}-{source.length}-{rows}-{steps}.json"
     if path.is_file():
         kept: dict[str, Any] = read_json(path)
         return kept
