@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ def test_a_step_within_the_limit_resets_the_count() -> None:
     reasons: list[str] = []
     watched = StopWhen(StopWhenSpec(value="loss", above=1.0, steps=2))
     run: Any = SimpleNamespace(stop=reasons.append)
-    for loss in (2.0, 0.5, 2.0, None, 2.0, 1.0, 2.0):
+    for loss in (2.0, 0.5, 2.0, None, 2.0, 1.0, math.inf, math.inf, 2.0, math.nan, 2.0):
         watched.on_step(run, row={"loss": loss})
     assert reasons == []
     watched.on_step(run, row={"loss": 3.0})

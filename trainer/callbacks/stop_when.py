@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,9 +28,9 @@ class StopWhen(Callback):
         if spec.value not in row:
             raise ValueError(f"the metrics have no value {spec.value!r}; {did_you_mean(spec.value, row)}")
         value = row[spec.value]
-        past = isinstance(value, int | float) and (
-            value > spec.above if spec.above is not None else spec.below is not None and value < spec.below
-        )
+        is_finite = isinstance(value, int | float) and math.isfinite(value)
+        above, below = spec.above, spec.below
+        past = is_finite and (value > above if above is not None else below is not None and value < below)
         self._steps = self._steps + 1 if past else 0
         if self._steps >= spec.steps:
             side = f"above {spec.above:g}" if spec.above is not None else f"below {spec.below:g}"
