@@ -89,13 +89,18 @@ class Numbers(Language):
         return f" {token}"
 
     def stream(self, prompt: Sequence[int]) -> TextStream:
-        """Return the numbers, with a space before each."""
-        return _NumberStream()
+        """Return the numbers, with a space before each but the first one of a text."""
+        return _NumberStream(begun=bool(prompt))
 
 
 class _NumberStream:
+    def __init__(self, *, begun: bool) -> None:
+        self._begun = begun
+
     def push(self, tokens: Sequence[int]) -> str:
-        return "".join(f" {token}" for token in tokens)
+        text = "".join(f" {token}" for token in tokens)
+        begun, self._begun = self._begun, self._begun or bool(tokens)
+        return text if begun else text[1:]
 
     def finish(self) -> str:
         return ""

@@ -221,8 +221,9 @@ def test_a_model_without_a_tokenizer_reads_and_writes_numbers(start, make_model)
     server = start(make_model(vocab_size=19), Numbers())
     prompt = [0, 3, 2]
     made = ib.generate(server.model, [prompt], max_new_tokens=4).tokens[0].tolist()
-    whole = text_of(server.complete("0 3 2", max_tokens=4, echo=True))
-    assert whole == " ".join(map(str, prompt + made))
+    reply = server.complete("0 3 2", max_tokens=4, echo=True, logprobs=0)
+    assert text_of(reply) == " ".join(map(str, prompt + made))
+    assert reply.json["choices"][0]["logprobs"]["text_offset"][:4] == [0, 1, 3, 5]
     refused = server.complete("hello")
     assert refused.status == 400
     assert "token IDs" in refused.error["message"]
