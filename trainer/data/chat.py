@@ -7,24 +7,22 @@ are reset and attention is masked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trainer.data.chat_rows import ChatRows, Scoring
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range, sets_by_length
-from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
-from trainer.data.tokens import positions_in_epochs
+from trainer.data.source import IGNORED, Batch, check_range
+from trainer.data.token_folder import check_tokens, open_tokens, validation_folder
+from trainer.data.tokens import FileData, positions_in_epochs
 
 if TYPE_CHECKING:
     from trainer.specs.data import ChatSpec
-    from trainer.specs.run import EvaluationSpec
 
 
-class ChatData(DataSource):
+class ChatData(FileData):
     """Rows of conversations, in an order that depends on the seed and the epoch.
 
     Args:
@@ -43,8 +41,6 @@ class ChatData(DataSource):
         ValueError: as `open_tokens`, `check_tokens` and `ChatRows`.
 
     """
-
-    concurrent = True
 
     def __init__(
         self,
@@ -65,12 +61,6 @@ class ChatData(DataSource):
         self._seed, self._packing, self._check_sums = seed, packing, check_sums
         self._validation_path = validation_folder(path, validation_path)
         self._limit = vocab_size if vocab_size is not None else self.files.vocab_size
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Vocabulary size declared by the sidecars, else the one given."""
-        stated = self.files.vocab_size
-        return stated if stated is not None else self._limit
 
     @property
     def length(self) -> int:
@@ -99,31 +89,15 @@ class ChatData(DataSource):
             documents=torch.from_numpy(documents),
         )
 
-    def identity(self) -> Mapping[str, Any]:
-        """See `DataSource.identity`: that of the manifest."""
-        return self.files.identity()
-
-    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """Return one set of held-out conversations per length, named like ``L2048``, scored on the answers.
-
-        Without held-out conversations there are no sets.
-        """
-        path = self._validation_path
-        if path is None:
-            return {}
-        check_same_tokenizer(self.files, open_tokens(path))
-
-        def held_out(length: int) -> ChatData:
-            return ChatData(
-                path,
-                length=length,
-                seed=evaluation.seed,
-                vocab_size=self._limit,
-                packing=self._packing,
-                check_sums=self._check_sums,
-            )
-
-        return sets_by_length(evaluation.lengths or (self.length,), evaluation.sequences, held_out)
+    def _held_out(self, path: Path, *, length: int, seed: int) -> ChatData:
+        return ChatData(
+            path,
+            length=length,
+            seed=seed,
+            vocab_size=self._limit,
+            packing=self._packing,
+            check_sums=self._check_sums,
+        )
 
 
 def build(spec: ChatSpec, *, seed: int = 0, vocab_size: int | None = None) -> ChatData:

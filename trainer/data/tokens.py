@@ -12,6 +12,7 @@ label, because no token of its document precedes it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +24,13 @@ import torch
 from trainer.data.permutation import permute
 from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range, sets_by_length
 from trainer.data.token_files import TokenDtype, write_tokens
-from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
+from trainer.data.token_folder import (
+    TokenFolder,
+    check_same_tokenizer,
+    check_tokens,
+    open_tokens,
+    validation_folder,
+)
 
 if TYPE_CHECKING:
     from trainer.specs.data import TokensSpec
@@ -34,7 +41,46 @@ __all__ = ["TokenData", "build", "write_tokens"]
 Documents = Literal["ignore", "reset"]
 
 
-class TokenData(DataSource):
+class FileData(DataSource):
+    """Data of token files, with an evaluation on held-out files."""
+
+    concurrent = True
+    files: TokenFolder
+    _dtype: TokenDtype | None = None
+    _limit: int | None
+    _validation_path: Path | None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Vocabulary size declared by the sidecars, else the one given."""
+        stated = self.files.vocab_size
+        return stated if stated is not None else self._limit
+
+    def identity(self) -> Mapping[str, Any]:
+        """See `DataSource.identity`: that of the manifest, or else of the files' names and sizes."""
+        return self.files.identity()
+
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
+        """Return one set of held-out samples per length, named like ``L2048``: random ones, or all of them.
+
+        Without held-out files there are no sets.
+        """
+        path = self._validation_path
+        if path is None:
+            return {}
+        check_same_tokenizer(self.files, open_tokens(path, dtype=self._dtype))
+
+        def held_out(length: int) -> DataSource:
+            return self._held_out(path, length=length, seed=evaluation.seed)
+
+        return sets_by_length(evaluation.lengths or (self.length,), evaluation.sequences, held_out)
+
+    @abstractmethod
+    def _held_out(self, path: Path, *, length: int, seed: int) -> DataSource:
+        """Open the held-out files with the options of these data."""
+
+
+class TokenData(FileData):
     """Samples of a token file or a directory of shards.
 
     Args:
@@ -52,8 +98,6 @@ class TokenData(DataSource):
         ValueError: as `open_tokens` and `check_tokens`.
 
     """
-
-    concurrent = True
 
     def __init__(
         self,
@@ -82,12 +126,6 @@ class TokenData(DataSource):
         )
         self._samples = (self.tokens - 1) // length
         self._limit = vocab_size if vocab_size is not None else self.files.vocab_size
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Vocabulary size declared by the sidecars, else the one given."""
-        stated = self.files.vocab_size
-        return stated if stated is not None else self._limit
 
     @property
     def length(self) -> int:
@@ -135,32 +173,16 @@ class TokenData(DataSource):
             documents=torch.from_numpy(documents),
         )
 
-    def identity(self) -> Mapping[str, Any]:
-        """See `DataSource.identity`: that of the manifest, or else of the files' names and sizes."""
-        return self.files.identity()
-
-    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """Return one set per length, named like ``L2048``: random validation samples, or all of them.
-
-        Without validation tokens there are no sets.
-        """
-        path = self._validation_path
-        if path is None:
-            return {}
-        check_same_tokenizer(self.files, open_tokens(path, dtype=self._dtype))
-
-        def held_out(length: int) -> TokenData:
-            return TokenData(
-                path,
-                length=length,
-                dtype=self._dtype,
-                seed=evaluation.seed,
-                vocab_size=self._limit,
-                documents=self._documents,
-                check_sums=self._check_sums,
-            )
-
-        return sets_by_length(evaluation.lengths or (self._length,), evaluation.sequences, held_out)
+    def _held_out(self, path: Path, *, length: int, seed: int) -> TokenData:
+        return TokenData(
+            path,
+            length=length,
+            dtype=self._dtype,
+            seed=seed,
+            vocab_size=self._limit,
+            documents=self._documents,
+            check_sums=self._check_sums,
+        )
 
     def _range(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._samples:
