@@ -334,3 +334,11 @@ def test_a_seed_sets_every_generator() -> None:
     assert len({*drawn, random.random(), np.random.rand(), float(torch.rand(()))}) == 6
     seed_everything(2**40)
     assert (random.random(), np.random.rand(), float(torch.rand(()))) == drawn
+
+
+def test_the_ranks_of_a_run_with_the_largest_seed_have_seeds() -> None:
+    """Rank r draws with the seed of the run plus r."""
+    seed_everything(2**64 - 1 + 3)
+    drawn = float(torch.rand(()))
+    seed_everything(2)
+    assert float(torch.rand(())) == drawn

@@ -11,10 +11,10 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch (every device) with ``seed``."""
+    """Seed Python, NumPy and PyTorch (every device) with ``seed``, modulo the size of their seeds."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)
 
 
 def _encode(state: torch.Tensor) -> str:
