@@ -138,20 +138,13 @@ def matrices_of(model: nn.Module) -> dict[str, Tensor]:
             continue
         if parametrize.is_parametrized(layer, "weight"):
             chain: Any = layer.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
-            direction = getattr(
-                chain, "original1", None
-            )  # of weight norm; AdamW updates other parametrizations
+            direction = getattr(chain, "original1", None)  # of weight norm; AdamW updates others
             if direction is not None and direction.ndim == 2:
                 found[f"{name}.parametrizations.weight.original1"] = direction
         elif layer.weight.requires_grad:
             found[f"{name}.weight"] = layer.weight
-    shared = {id(parameter) for layer in model.modules() for parameter in _looked_up(layer)}
+    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     return {name: parameter for name, parameter in found.items() if id(parameter) not in shared}
-
-
-def _looked_up(layer: nn.Module) -> Iterator[Tensor]:
-    if isinstance(layer, nn.Embedding):
-        yield layer.weight
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:

@@ -124,25 +124,41 @@ def run(
     require_counts(sequences=sequences, length=length, max_iterations=max_iterations)
     require_counts(repeats=repeats, penalty_steps=penalty_steps)
     place = choose_device(device)
-    runs = [
-        find_trained_run(checkpoint) for checkpoint in checkpoints
-    ]  # find all runs before hours of work on the first
-    found = [
-        _measure(
-            (_once(number, runs), spec, weights),
-            folder,
-            tolerances=tolerances,
-            sequences=sequences,
-            length=length,
-            max_iterations=max_iterations,
-            repeats=repeats,
-            only=only,
-            penalties=penalties,
-            penalty_steps=penalty_steps,
-            device=place,
-        )
-        for number, (_, spec, weights) in enumerate(runs)
-    ]
+    # Find all runs before hours of work on the first.
+    runs = [find_trained_run(checkpoint) for checkpoint in checkpoints]
+
+    def measure(name: str, spec: RunSpec, weights: Path) -> dict[str, Any]:
+        """Return the measurements of one trained model."""
+        batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
+        tokens = batch.inputs.shape[1]
+        chosen = _chosen(tokens, only)
+        model = load_trained_model(spec, weights)[0].to(place)
+        tight = reference(model, batch, max_iterations)
+        limits: Any = {"tolerances": tolerances, "max_iterations": max_iterations}
+        rows = compare(model, batch, chosen, tight, repeats=repeats, **limits)
+        trained_on: list[dict[str, Any]] = []
+        if penalties:
+            trained_on = measure_penalties(
+                folder / "penalties" / name,
+                spec,
+                weights,
+                penalty_weights=penalties,
+                steps=penalty_steps,
+                batch=batch,
+                device=place,
+                **limits,
+            )
+        return {
+            "run": name,
+            "checkpoint": str(weights),
+            "sequences": len(batch),
+            "length": tokens,
+            "rows": rows,
+            "spectrum": spectrum(model, batch, tight),
+            "penalties": trained_on,
+        }
+
+    found = [measure(_once(number, runs), spec, weights) for number, (_, spec, weights) in enumerate(runs)]
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "tolerances": list(tolerances),
@@ -171,54 +187,6 @@ def _once(number: int, runs: Sequence[tuple[str, RunSpec, Path]]) -> str:
     names = [name for name, _, _ in runs]
     before = names[:number].count(names[number])
     return names[number] + (f"-{before + 1}" if before else "")
-
-
-def _measure(
-    run: tuple[str, RunSpec, Path],
-    folder: Path,
-    *,
-    tolerances: Sequence[float],
-    sequences: int,
-    length: int | None,
-    max_iterations: int,
-    repeats: int,
-    only: Sequence[str],
-    penalties: Sequence[float],
-    penalty_steps: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Return the measurements of one trained model."""
-    name, spec, weights = run
-    batch = evaluation_batch(spec, sequences=sequences, length=length).to(device)
-    tokens = batch.inputs.shape[1]
-    chosen = _chosen(tokens, only)
-    model = load_trained_model(spec, weights)[0].to(device)
-    tight = reference(model, batch, max_iterations)
-    rows = compare(
-        model, batch, chosen, tight, tolerances=tolerances, max_iterations=max_iterations, repeats=repeats
-    )
-    trained_on: list[dict[str, Any]] = []
-    if penalties:
-        trained_on = measure_penalties(
-            folder / "penalties" / name,
-            spec,
-            weights,
-            penalty_weights=penalties,
-            steps=penalty_steps,
-            batch=batch,
-            tolerances=tolerances,
-            max_iterations=max_iterations,
-            device=device,
-        )
-    return {
-        "run": name,
-        "checkpoint": str(weights),
-        "sequences": len(batch),
-        "length": tokens,
-        "rows": rows,
-        "spectrum": spectrum(model, batch, tight),
-        "penalties": trained_on,
-    }
 
 
 def _chosen(length: int, only: Sequence[str]) -> list[SearchConfig]:
