@@ -209,7 +209,9 @@ def run_loops(
     if _maximum(without) or (isinstance(without, Tensor) and agree is not None):
         with torch.no_grad():
             path.z = path.before = z0.detach()
+            path.f = lambda z: f(z).detach()  # forward-mode differentiation ignores no_grad
             path.run(without, agree)
+            path.f = f
         if isinstance(without, Tensor) and _minimum(without) == 0:
             # These elements begin with their differentiated loops.
             path.z = path.before = _where(without > 0, path.z, z0)

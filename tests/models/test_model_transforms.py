@@ -53,9 +53,14 @@ def test_explicit_models_support_export_vmap_and_forward_mode(mixer):
     torch.testing.assert_close(*derivatives(model))
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [ib.UnrolledSpec(steps=3), ib.LastLoopsSpec(), ib.LastLoopsSpec(loops=2)],
+    ids=["unrolled", "all_loops", "last_loops"],
+)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_forward_mode_of_unrolled_steps_is_exact(mixer):
-    model = model_of("implicit", mixer, gradient=ib.UnrolledSpec(steps=3))
+def test_forward_mode_is_that_of_the_differentiated_steps(mixer, gradient):
+    model = model_of("implicit", mixer, gradient=gradient, stopping=ib.Stopping(max_iterations=2))
     torch.testing.assert_close(*derivatives(model))
 
 
