@@ -18,6 +18,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.checkpoint.folder import STATE_FILE, newest_sound_checkpoint
 from trainer.run.trainable_model import ConvertsToTransformers, LimitsLength
+from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder
 
 DEFAULT_LENGTH = 2048
@@ -77,7 +78,7 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None, overrides: Seq
 
     Raises:
         ValueError: the path is none of these, has no spec, or (a pretrained folder) has weights that do not
-            fit.
+            fit; or the last phase of a run sets what the overrides change.
 
     """
     if not checkpoint.exists():
@@ -88,11 +89,18 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None, overrides: Seq
         return _of_transformers(checkpoint)
     weights, run, notes = _weights(checkpoint)
     if spec is not None:
-        name, loaded = spec_name(spec), load_spec(spec, overrides)
+        name, source = spec_name(spec), spec
     elif run is not None:
-        name, loaded = run.run_name(), load_spec(run.spec_path, overrides)
+        name, source = run.run_name(), str(run.spec_path)
     else:
         raise ValueError(f"{checkpoint} has no spec; set --spec")
+    loaded, before = load_spec(source, overrides), load_spec(source)
+    changed = loaded != before and loaded.final_model == before.final_model
+    if changed and isinstance(loaded, RunSpec) and loaded.model != getattr(before, "model", None):
+        raise ValueError(
+            f"{', '.join(overrides)} changes nothing, because the last phase of the run sets that, too; "
+            f"change the phase: phases.{loaded.phases[-1].name}.model.…"
+        )
     length = getattr(getattr(loaded, "data", None), "seq_len", DEFAULT_LENGTH)
     return EvalModel(
         name=name,

@@ -17,19 +17,8 @@ from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import write_tokens
 from trainer.errors import CallbackError
 from trainer.evaluation.command import PAPER_TASKS
-from trainer.evaluation.eval_model import find_eval_model
 from trainer.run.build import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
-
-
-def test_a_run_s_model_is_that_of_its_last_phase(small, tmp_path):
-    last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 7}}}}
-    spec = small({"phases": [{"name": "first", "until": 1}, last], "training.max_steps": 2})
-    run = build(spec, output=tmp_path / "run", device="cpu")
-    run.train()
-    model = find_eval_model(tmp_path / "run").load()
-    assert model.evaluation_stopping.max_iterations == run.model.evaluation_stopping.max_iterations == 7
-
 
 # ------------------------------------------------------------------------------------ what it writes
 
@@ -485,10 +474,9 @@ def test_a_run_refuses_benchmarks_that_do_not_fit_before_it_begins(
 def test_a_mean_number_of_iterations_is_kept_for_token_files(run_folder, benchmarks, tmp_path, refused):
     write_tokens(tmp_path / "text.bin", np.arange(2000) % 257, vocab_size=257)
     given = ["--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--lengths", 16, "--limit", 100]
-    output = tmp_path / "out"
     asked = [*given, "--mean-iterations", 5, "--batch-size", 4, "--device", "cpu"]
-    assert evaluate(*asked, "--output", output) == 0
-    assert results(output)["lengths"][0]["iterations"] == pytest.approx(5.0, rel=0.05)
+    assert evaluate(*asked, "--output", tmp_path / "out") == 0
+    assert results(tmp_path / "out")["lengths"][0]["iterations"] == pytest.approx(5.0, rel=0.05)
     for wrong, named in (
         (["--mean-iterations", 0.5], "at least 1"),
         (["--mean-iterations", 8, "--self-iterations", 8], "below every limit"),

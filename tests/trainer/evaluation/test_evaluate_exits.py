@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.trainer.evaluation.evaluations import evaluate, results
+from trainer.evaluation.eval_model import find_eval_model
+from trainer.run.build import build
 
 
 @pytest.mark.parametrize("loops", [1, 3])
@@ -82,3 +84,17 @@ def test_an_override_after_an_option_is_refused_with_its_place(run_folder, tmp_p
     with pytest.raises(SystemExit):
         evaluate("--checkpoint", run_folder, "--lengths", 16, "evaluation.sequences=2")
     assert "'evaluation.sequences=2'; overrides" in capsys.readouterr().err
+
+
+def test_a_run_s_model_is_that_of_its_last_phase(small, tmp_path):
+    last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 7}}}}
+    spec = small({"phases": [{"name": "first", "until": 1}, last], "training.max_steps": 2})
+    run = build(spec, output=tmp_path / "run", device="cpu")
+    run.train()
+    model = find_eval_model(tmp_path / "run").load()
+    assert model.evaluation_stopping.max_iterations == run.model.evaluation_stopping.max_iterations == 7
+    change = "model.at_evaluation.stopping.max_iterations=3"
+    with pytest.raises(ValueError, match=r"max_iterations=3 changes nothing, .* phases\.last\.model"):
+        find_eval_model(tmp_path / "run", overrides=[change])
+    changed = find_eval_model(tmp_path / "run", overrides=[f"phases.last.{change}"]).load()
+    assert changed.evaluation_stopping.max_iterations == 3
