@@ -25,10 +25,9 @@ def write(folder: Path, steps: range, *, name: str = "metrics.jsonl", **more: An
     return folder
 
 
-def spec(folder: Path, steps: int) -> None:
-    (folder / "spec.yaml").write_text(
-        f"extends: word_problem_s3\nphases: []\ntraining: {{max_steps: {steps}}}\n"
-    )
+def spec(folder: Path, steps: int, base: str = "word_problem_s3") -> None:
+    text = f"extends: {base}\nphases: []\ntraining: {{max_steps: {steps}, max_tokens: null}}\n"
+    (folder / "spec.yaml").write_text(text)
 
 
 def test_a_view_reads_only_what_was_written_since(tmp_path: Path) -> None:
@@ -69,16 +68,19 @@ def test_a_run_without_new_rows_is_silent(tmp_path: Path) -> None:
 
 
 def test_the_view_shows_every_run_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("one", "two"):
+    for name, base in (("one", "catbabi"), ("two", "books_5m")):
         path = write(tmp_path / "sweep" / "runs" / name, range(1, 6))
-        spec(path, 5)
-        write(path, range(5, 6), name="evaluations.jsonl", perplexity=3.14159)
+        spec(path, 5, base)
+        write(path, range(5, 6), name="evaluations.jsonl", perplexity=3.14159, accuracy_last=0.625)
         (path / "summary.json").write_text("{}")
     assert main([str(tmp_path / "sweep"), "--watch"]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()] == ["run", "one", "two"]
-    for cell in ("5/5", "0.8000", "ppl 3.14", "5.0/9", "25%", "1.5k", "finished"):
+    for cell in ("5/5", "0.8000", "5.0/9", "25%", "1.5k", "finished"):
         assert shown.count(cell) == 2, cell
+    task, text = shown.splitlines()[1:]
+    assert ("62.5%" in task, "ppl 3.14" in task) == (True, False)
+    assert ("62.5%" in text, "ppl 3.14" in text) == (False, True)
     assert not (tmp_path / "report.png").exists()
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,19 +47,22 @@ class WatchedRun:
         self.losses: list[float] = []
         self._now = now
         self._position = 0
-        self._total: int | None = None
+        self._spec: RunSpec | None = None
         self._pace: Pace | None = None
+
+    @property
+    def spec(self) -> RunSpec | None:
+        """The spec of the run; None if it cannot be read."""
+        if self._spec is None and self.folder.spec_path.is_file():
+            with suppress(SpecError):
+                spec = load_spec(self.folder.spec_path)
+                self._spec = spec if isinstance(spec, RunSpec) else None
+        return self._spec
 
     @property
     def total(self) -> int | None:
         """The number of steps of the run; None if its spec cannot be read."""
-        if self._total is None and self.folder.spec_path.is_file():
-            try:
-                spec = load_spec(self.folder.spec_path)
-            except SpecError:
-                return None
-            self._total = spec.total_steps if isinstance(spec, RunSpec) else None
-        return self._total
+        return None if self.spec is None else self.spec.total_steps
 
     @property
     def is_finished(self) -> bool:
@@ -214,7 +218,7 @@ def _steps(run: WatchedRun) -> str:
 def _evaluated(run: WatchedRun) -> str:
     """Return the result of an evaluation: the accuracy of a task with answers, else the perplexity."""
     row = run.evaluation
-    if "identity_probability" in row or "task" in row:
+    if run.spec is not None and run.spec.data.task is not None:
         return "" if row.get("accuracy_last") is None else f"{float(row['accuracy_last']):.1%}"
     return "" if row.get("perplexity") is None else f"ppl {float(row['perplexity']):.2f}"
 
