@@ -27,11 +27,10 @@ from implicit_blocks.decoding.prompts import (
     check_stop_token_ids,
     lay_out,
     needed_ids,
-    tokens_in_flight,
 )
 from implicit_blocks.decoding.sampling import Sampling, noise_keys, seeds_of
 from implicit_blocks.decoding.slots.generation import SlotGeneration
-from implicit_blocks.decoding.slots.in_flight import decodes_in_flight
+from implicit_blocks.decoding.slots.in_flight import decodes_in_flight, report_sequential
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
@@ -103,8 +102,9 @@ def generate(
             there. None: no limit.
         window_length: number of tokens per window in which the prompts are solved; None: one window.
         max_in_flight: maximum number of tokens of a row that are searched at the same time, as in
-            ``ContinuousDecoder``; 1 decodes them one after the other. None: the default there, and 1 with
-            processors or criteria, which the host would call for every provisional token.
+            ``ContinuousDecoder``; 1 decodes them one after the other. A text that ends soon has fewer in
+            flight, also if the number exceeds its length. None: the default there, and 1 with processors or
+            criteria, which the host would call for every provisional token.
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with each step as soon as it is generated.
         search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
@@ -205,11 +205,11 @@ class _Run:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
         if max_in_flight is None and (logits_processor is not None or stopping_criteria is not None):
             max_in_flight = 1
+        if max_in_flight is not None:
+            require_count("max_in_flight", max_in_flight)
         self.max_in_flight = max_in_flight
-        self.several_in_flight = (
-            max_in_flight is not None
-            and tokens_in_flight(max_in_flight) > 1
-            and decodes_in_flight(model, self.search or SearchOptions(), asked=True)
+        self.several_in_flight = (max_in_flight or 1) > 1 and decodes_in_flight(
+            model, self.search or SearchOptions(), asked=True
         )
         self.statistics: CallStatistics | None = None
         self.prompt: Solution | None = None
@@ -221,6 +221,8 @@ class _Run:
         Slots generate them on a GPU, where their steps are captured as graphs, and with tokens in flight.
         """
         limits = self.limit_B.tolist()
+        if self.several_in_flight and min(limits) < 1:
+            report_sequential("a prompt has max_length tokens, so that its row gets no new ones", True)
         if not (self.several_in_flight or uses_slots(self.model)) or min(limits) < 1:
             yield from self._steps_together()
             return

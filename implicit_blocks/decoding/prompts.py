@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs
-from implicit_blocks.specs.base import require_count
 
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 
@@ -56,26 +55,6 @@ def check_search(search: SearchKwargs) -> None:
                 f"{name} concerns the points of one window, and decoding solves many; leave it out, or call "
                 f"the model itself: model(tokens, {name}=…)"
             )
-
-
-def tokens_in_flight(asked: int, *, max_seq_len: int | None = None) -> int:
-    """Return the maximum number of tokens in flight per text.
-
-    Args:
-        asked: the number asked for; 1: sequential decoding.
-        max_seq_len: the room of a text in tokens; None: enough.
-
-    Raises:
-        ValueError: the number is below 1 or above ``max_seq_len``.
-
-    """
-    require_count("max_in_flight", asked)
-    if max_seq_len is not None and asked > max_seq_len:
-        raise ValueError(
-            f"max_in_flight is {asked}, and max_seq_len leaves room for {max_seq_len} tokens; choose at most "
-            f"{max_seq_len}, or increase max_seq_len"
-        )
-    return asked
 
 
 def needed_ids(model: LanguageModel, ids_BL: Tensor) -> Tensor | None:

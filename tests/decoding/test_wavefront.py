@@ -11,6 +11,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
+from implicit_blocks.decoding.slots import generation as slot_generation
 from implicit_blocks.decoding.slots import in_flight
 from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.ops.attention import slots as slot_attention
@@ -366,7 +367,7 @@ def _predict(batch, size):
 def test_unsupported_options_decode_sequentially_and_say_so_once(
     reason, options, tiny_model, prompts, caplog
 ):
-    in_flight._report_once.cache_clear()
+    in_flight.report_sequential.cache_clear()
     model = tiny_model("mamba2", tolerance=1e-2)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -408,8 +409,27 @@ def test_more_tokens_in_flight_than_room_are_refused(tiny_model, prompts):
             ContinuousDecoder(model, max_batch_size=1, max_seq_len=8, max_in_flight=wrong)
         with pytest.raises(ValueError, match="max_in_flight"):
             ib.generate(model, prompts, max_new_tokens=2, max_in_flight=wrong)
-    found = ib.generate(model, [[1]], max_new_tokens=2, max_in_flight=99, tolerance=1e-2)
-    assert found.lengths.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_in_flight": 99}, "max_in_flight is 99, and all texts are shorter"),
+        ({"max_in_flight": 4, "max_length": 8}, "a prompt has max_length tokens"),
+    ],
+)
+def test_generation_with_fewer_tokens_in_flight_than_asked_says_so_once(
+    options, reason, tiny_model, prompts, caplog
+):
+    in_flight.report_sequential.cache_clear()
+    slot_generation._report_once.cache_clear()
+    model = tiny_model("mamba2", tolerance=1e-2)
+    with caplog.at_level(logging.INFO):
+        found = ib.generate(model, prompts, max_new_tokens=4, **options)
+        assert list(ib.stream(model, prompts, max_new_tokens=4, **options))
+    assert found.lengths.tolist() == ([2, 4, 4, 0] if "max_length" in options else [4] * 4)
+    assert found.statistics.tokens_in_flight < 4
+    assert [reason in record.message for record in caplog.records if "in flight" in record.message] == [True]
 
 
 @pytest.mark.gpu

@@ -307,7 +307,7 @@ def test_launches_that_overlap_change_no_value(mixer, tokens, monkeypatch):
 
 def test_a_few_texts_have_several_tokens_in_flight_by_default(caplog):
     caplog.set_level("INFO")
-    in_flight._report_once.cache_clear()  # a test before may have caused the same report
+    in_flight.report_sequential.cache_clear()  # a test before may have caused the same report
     model = built("mamba2")
 
     def tokens(**options):

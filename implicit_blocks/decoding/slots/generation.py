@@ -5,7 +5,9 @@ Shape legend: B batch, L tokens of the longest prompt, D model width, V vocabula
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Unpack
 
 import torch
@@ -20,6 +22,8 @@ from implicit_blocks.decoding.slots.texts import NewToken, Request
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs
 from implicit_blocks.solution import Solution
+
+_LOG = logging.getLogger(__name__)
 
 EMPTY = {"iterations": 0, "residual": 0.0, "converged": True, "diverged": False}
 """The report of a solution for padding."""
@@ -37,7 +41,8 @@ class SlotGeneration:
         stop_token_ids: tokens that end a row.
         pad_token: fills rows after their end.
         window_length: number of tokens per window of the prompts.
-        max_in_flight: maximum number of tokens of a row in flight; None: the decoder's default.
+        max_in_flight: maximum number of tokens of a row in flight; None: the decoder's default. A number that
+            exceeds the length of all rows is reduced to it, with a line in the log.
         logits_processor: changes the logits of each row.
         stopping_criteria: end rows, beside the stop tokens.
         search: options of the searches that differ from the spec.
@@ -62,12 +67,15 @@ class SlotGeneration:
     ) -> None:
         self.pad_token = pad_token
         max_seq_len = max(len(row) + limit for row, limit in zip(prompts, limits, strict=True))
+        if max_in_flight is not None and max_in_flight > max_seq_len:
+            _report_once(max_in_flight)
+            max_in_flight = max_seq_len
         self.decoder = ContinuousDecoder(
             model,
             max_batch_size=len(prompts),
             max_seq_len=max_seq_len,
             window_length=window_length,
-            max_in_flight=None if max_in_flight is None else min(max_in_flight, max_seq_len),
+            max_in_flight=max_in_flight,
             **search,
         )
         self.decoder.on_prompts = self._keep
@@ -166,3 +174,8 @@ class SlotGeneration:
         """Return the values of each row's tokens with padding after them, (B, L, …)."""
         given = [row for row in rows if row is not None]
         return None if len(given) < len(rows) else pad_sequence(given, batch_first=True, padding_value=fill)
+
+
+@cache
+def _report_once(asked: int) -> None:
+    _LOG.warning("max_in_flight is %d, and all texts are shorter: fewer tokens are in flight", asked)

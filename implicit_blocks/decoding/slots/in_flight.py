@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable
 from functools import cache
 
-from implicit_blocks.decoding.prompts import tokens_in_flight
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.wavefront import Wavefront
 from implicit_blocks.exits import FixedExitSpec
@@ -14,6 +13,7 @@ from implicit_blocks.interfaces import SearchingSolver, SlotStates
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.specs.base import require_count
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,7 +41,13 @@ def most_in_flight(asked: int | None, *, max_batch_size: int, max_seq_len: int, 
 
     """
     if asked is not None:
-        return tokens_in_flight(asked, max_seq_len=max_seq_len)
+        require_count("max_in_flight", asked)
+        if asked > max_seq_len:
+            raise ValueError(
+                f"max_in_flight is {asked}, and max_seq_len leaves room for {max_seq_len} tokens; choose at "
+                f"most {max_seq_len}, or increase max_seq_len"
+            )
+        return asked
     fitting = (size for size in SIZES if size * max_batch_size <= COLUMNS and size <= max_seq_len)
     return next(fitting, 1) if fused else 1
 
@@ -55,7 +61,7 @@ def wavefront_of(batch: SlotBatch, tokens: int, *, asked: bool) -> Wavefront | N
         return None
     wavefront = Wavefront(batch, tokens=tokens)
     if not asked and wavefront.whole is None:
-        _report_once("calls on several tokens are not fused for this model or search", asked)
+        report_sequential("calls on several tokens are not fused for this model or search", asked)
         return None
     return wavefront
 
@@ -81,7 +87,7 @@ def decodes_in_flight(
     except ValueError as error:  # a mixer without slots
         reason = str(error)
     if reason is not None:
-        _report_once(reason, asked)
+        report_sequential(reason, asked)
     return reason is None
 
 
@@ -119,6 +125,7 @@ def _small_states(model: ImplicitLM) -> Iterable[SlotStates]:
 
 
 @cache
-def _report_once(reason: str, asked: bool) -> None:
+def report_sequential(reason: str, asked: bool) -> None:
+    """Log once why tokens are decoded one after the other; warn if several in flight were ``asked`` for."""
     log = _LOG.warning if asked else _LOG.info
     log("tokens are decoded one after the other, without tokens in flight: %s", reason)
