@@ -137,20 +137,36 @@ def generate(
         max_in_flight=max_in_flight,
         **search,
     )
-    steps = []
-    for step in run.steps():
+    steps, made = Stream(run), []
+    for step in steps:
         if on_step is not None:
             on_step(step)
-        steps.append(step)
-    return run.summed_up(steps, with_logits=return_logits)
+        made.append(step)
+    return run.summed_up(made, steps.statistics, with_logits=return_logits)
 
 
-def stream(model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> Iterator[Step]:
-    """Yield the tokens of ``generate`` as they are generated; arguments as for ``generate``.
+def stream(model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> Stream:
+    """Iterate over the tokens of ``generate`` as they are generated; arguments as for ``generate``.
 
     The tokens of a step are (B,). Prompts and options are validated by this call, not by the first ``next``.
     """
-    return _Run(model, prompts, **options).steps()
+    return Stream(_Run(model, prompts, **options))
+
+
+class Stream(Iterator[Step]):
+    """The steps of a generation, and its statistics."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run, self._steps = run, run.steps()
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    @property
+    def statistics(self) -> CallStatistics:
+        """The calls of the map so far, the tokens in flight and their restarts."""
+        run = self._run
+        return run.statistics if run.slots is None else run.slots.decoder.statistics
 
 
 class _Run:
@@ -211,7 +227,8 @@ class _Run:
         self.several_in_flight = (max_in_flight or 1) > 1 and decodes_in_flight(
             model, self.search or SearchOptions(), asked=True
         )
-        self.statistics: CallStatistics | None = None
+        self.statistics = CallStatistics(0, 1.0, 0)
+        self.slots: SlotGeneration | None = None
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
 
@@ -226,7 +243,7 @@ class _Run:
         if not (self.several_in_flight or uses_slots(self.model)) or min(limits) < 1:
             yield from self._steps_together()
             return
-        slots = SlotGeneration(
+        self.slots = slots = SlotGeneration(
             self.model,
             self.texts,
             limits=limits,
@@ -244,7 +261,7 @@ class _Run:
             self.prompt = self.prompt or slots.prompt
             yield step
         self.stopped_B |= torch.tensor(slots.stopped, device=self.device)
-        self.statistics = slots.decoder.statistics
+        self.statistics, self.slots = slots.decoder.statistics, None
 
     @torch.no_grad()
     def _steps_together(self) -> Iterator[Step]:
@@ -279,10 +296,13 @@ class _Run:
             keys = None if self.keys_BN is None else self.keys_BN[rows, number]
             tokens = self.sampling.choose(self._processed(logits, rows, live), keys)
             tokens = tokens.masked_fill(~live, self.pad_token)
-            yield self._step(tokens, logits, _status(encoded.solution, end), rows, live)
-            stopped = live & (
-                torch.isin(tokens, self.stop_token_ids) | self._ends(tokens, logits, rows, live)
-            )
+            step = self._step(tokens, logits, _status(encoded.solution, end), rows, live)
+            if number > 0:  # the first search is the prompts'; a committing call follows each
+                calls = 1 if step.iterations is None else int(step.iterations.max()) + 1
+                self.statistics = CallStatistics(self.statistics.calls + calls, 1.0, 0)
+            yield step
+            ends = torch.isin(tokens, self.stop_token_ids) | self._ends(tokens, logits, rows, live)
+            stopped = live & ends
             self.stopped_B[rows] |= stopped
             live = live & ~stopped & (number + 1 < self.limit_B[rows])
             remaining = int(live.sum())
@@ -329,37 +349,27 @@ class _Run:
             everything[index] = part[live]
             return everything
 
-        fills = (0, 0, True)
-        found = [whole(part, fill) for part, fill in zip(status, fills, strict=False)]
+        found = [whole(part, fill) for part, fill in zip(status, (0, 0, True), strict=False)]
         return Step(whole(tokens, self.pad_token), whole(live, False), whole(logits, 0), *found)
 
-    def summed_up(self, steps: Sequence[Step], *, with_logits: bool) -> Generated:
+    def summed_up(self, steps: Sequence[Step], statistics: CallStatistics, *, with_logits: bool) -> Generated:
         """Return the steps stacked along the tokens."""
 
         def side_by_side(name: str) -> Tensor | None:
             parts = [getattr(step, name) for step in steps]
             return None if parts[0] is None else torch.stack(parts, dim=1)
 
-        tokens, active = side_by_side("tokens"), side_by_side("active")
-        assert tokens is not None
-        assert active is not None
         return Generated(
-            tokens=tokens,
-            lengths=active.sum(1),
+            tokens=torch.stack([step.tokens for step in steps], dim=1),
+            lengths=torch.stack([step.active for step in steps]).sum(0),
             stopped=self.stopped_B,
             logits=side_by_side("logits") if with_logits else None,
             iterations=side_by_side("iterations"),
             residual=side_by_side("residual"),
             converged=side_by_side("converged"),
             prompt=self.prompt,
-            statistics=self.statistics or CallStatistics(_calls(steps), 1.0, 0),
+            statistics=statistics,
         )
-
-
-def _calls(steps: Sequence[Step]) -> int:
-    """Return the calls of the map for the tokens of one batch; a committing call follows each search."""
-    searched = [step.iterations for step in steps[1:]]  # the first one is the prompts'
-    return sum(1 if each is None else int(each.max()) + 1 for each in searched)
 
 
 def uses_slots(model: LanguageModel) -> bool:

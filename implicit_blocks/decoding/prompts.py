@@ -150,9 +150,8 @@ def lay_out(
 
     """
     if isinstance(prompts, Tensor):
-        return _whole(prompts, "the tensor of prompts").to(
-            device
-        ), None if attention_mask is None else attention_mask.to(device)
+        mask = None if attention_mask is None else attention_mask.to(device)
+        return _whole(prompts, "the tensor of prompts").to(device), mask
     if attention_mask is not None:
         raise ValueError("attention_mask was given with lists of tokens, which do not need it; omit it")
     rows = token_rows(prompts, device=device)

@@ -179,6 +179,20 @@ def test_stream_yields_the_tokens_of_generate_step_by_step(family, tiny_model, p
     assert len(calls) < 200  # the prompt and the first token only
 
 
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_stream_reports_the_statistics_of_generate(family, tiny_model, prompts, in_flight):
+    model = tiny_model(family, tolerance=1e-3)
+    options = {"max_new_tokens": COUNT, "max_in_flight": in_flight, "max_length": 12}
+    expected = ib.generate(model, prompts, **options).statistics
+    steps = ib.stream(model, prompts, **options)
+    assert steps.statistics.calls == 0
+    next(steps)
+    begun = steps.statistics.calls
+    assert len(list(steps)) > 1
+    assert begun < expected.calls
+    assert steps.statistics == expected
+
+
 def test_decoding_computes_each_token_once_and_weights_once(tiny_model, prompts):
     model = tiny_model("attention")
     lengths = []

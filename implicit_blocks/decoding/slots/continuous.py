@@ -124,13 +124,10 @@ class ContinuousDecoder:
     ) -> None:
         check_model(model)
         check_search(search)
-        for name, size in (
-            ("max_batch_size", max_batch_size),
-            ("max_seq_len", max_seq_len),
-            ("window_length", window_length),
-        ):
-            if size is not None:
-                require_count(name, size)
+        require_count("max_batch_size", max_batch_size)
+        require_count("max_seq_len", max_seq_len)
+        if window_length is not None:
+            require_count("window_length", window_length)
         check_prefill(prefill_chunk, prefix_cache_bytes, window_length)
         self.model, self.max_seq_len = model, max_seq_len
         self.buckets = _sizes_of_steps(buckets, max_batch_size)

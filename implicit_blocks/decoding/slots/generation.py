@@ -41,8 +41,8 @@ class SlotGeneration:
         stop_token_ids: tokens that end a row.
         pad_token: fills rows after their end.
         window_length: number of tokens per window of the prompts.
-        max_in_flight: maximum number of tokens of a row in flight; None: the decoder's default. A number that
-            exceeds the length of all rows is reduced to it, with a line in the log.
+        max_in_flight: maximum number of tokens of a row in flight, at most the longest row's length; None:
+            the decoder's default.
         logits_processor: changes the logits of each row.
         stopping_criteria: end rows, beside the stop tokens.
         search: options of the searches that differ from the spec.
