@@ -66,10 +66,22 @@ def test_requests_can_have_their_own_limits(tiny_model):
     assert all(new.residual <= 1e-3 for new in decoder.run())
 
 
+def test_the_type_is_chosen_by_the_device_and_logged(tiny_model, caplog):
+    model = tiny_model("mamba2")
+    _, expected = decode(model, PROMPTS[:1], search_dtype=torch.int8)
+    with caplog.at_level(logging.INFO):
+        decoder, found = decode(model, PROMPTS[:1], search_dtype="auto")
+    assert decoder.quantized.begin_fine == quantized.BEGIN_FINE[torch.int8]
+    assert [new.token for new in found[0]] == [new.token for new in expected[0]]
+    assert sum("search_dtype is torch.int8" in record.message for record in caplog.records) == 1
+
+
 def test_bad_options_are_refused(tiny_model):
     model = tiny_model("mamba2")
     with pytest.raises(ValueError, match=r"search_dtype is torch.float16; choose torch.int8"):
         decode(model, search_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"search_dtype is 8bit; choose torch.int8, .*'auto'"):
+        decode(model, search_dtype="8bit")
     with pytest.raises(ValueError, match=r"search_dtype .* max_in_flight 4"):
         decode(model, search_dtype=torch.int8, max_in_flight=4)
 

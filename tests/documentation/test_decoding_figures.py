@@ -59,6 +59,8 @@ def test_times_of_calls():
     assert both(ratios[1], "8 tokens in flight a call takes {} and {} times as long as with one") in notes
     assert {f"{ratio:.1f}" for of in ratios[:2] for ratio in of.values()} == {"1.1", "1.3", "1.4"}
     assert "1.1 to 1.4 times as long" in page
+    for stored in (times, times_of_calls(results("decoding_profile"))):  # so that "auto" chooses int8
+        assert all(stored["int8"][name] < stored["fp8"][name] for name in one)
     quick = both(int8, "int8 takes {} (Llama) and {} ms (Mamba2),") + both(fp8, " 8-bit floats {} and {},")
     assert quick + both(one_before, " full precision {} and {} ") in notes
     shares = [100 * call[name] / one_before[name] for call in (int8, fp8) for name in one]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Unpack
+from typing import Literal, Unpack
 
 import torch
 
@@ -84,10 +84,10 @@ class ContinuousDecoder:
             or an option of the search does not support several. None: on a GPU where fused kernels compute
             the whole call 8 for at most 2 texts and 4 for at most 4, otherwise 1.
         search_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: iterations far from a token's fixed point
-            read weights in 8 bits, with one scale per output. The last iterations, and therefore the
-            solution, are in full precision. Tokens are then decoded one after the other. On a GPU kernels
-            serve calls of one or two texts; other calls, and models without the kernels of single tokens, use
-            full precision, with a line in the log. None: full precision.
+            read weights in 8 bits, with one scale per output; ``"auto"``: the faster of both. The last
+            iterations, and therefore the solution, are in full precision. Tokens are then decoded one after
+            the other. On a GPU kernels serve calls of one or two texts; other calls, and models without the
+            kernels of single tokens, use full precision, with a line in the log. None: full precision.
         prefill_chunk: number of tokens per step in which prompts are solved while texts are running; the
             memory of a prompt's search is then that of one chunk. None: whole prompts, between two steps.
         gather_seconds: maximum time for which texts wait for others while some are running, so that their
@@ -116,7 +116,7 @@ class ContinuousDecoder:
         state_dtype: torch.dtype | None = None,
         limits_per_request: bool = False,
         max_in_flight: int | None = None,
-        search_dtype: torch.dtype | None = None,
+        search_dtype: torch.dtype | Literal["auto"] | None = None,
         prefill_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
         gather_seconds: float = 0.0,
