@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from tests.documentation.tables import results, words
 
 NAMES = {"llama_1.3b": "Llama", "mamba2_1.3b": "Mamba2", "books_5m": "Llama", "books_5m_mamba2": "Mamba2"}
@@ -167,3 +169,30 @@ def test_tokens_per_second_of_looped_models_with_tokens_in_flight():
         assert f"{speeds[2]} instead of {speeds[0]}" in notes
         assert f"{family.replace('attention', 'Llama')}: {counts[2]} instead of {counts[0]}" in notes
     assert f"{' and '.join(times)} times for the looped models" in page
+
+
+def test_long_prompts_beside_the_forward_pass():
+    page, notes = words("docs/decoding.md"), words("benchmarks/NOTES.md")
+    h100, h200 = (
+        {NAMES[row["model"]]: row for row in results(name)["rows"]} for name in ("prefill", "prefill_h200")
+    )
+    for rows, text in (
+        (h100, "takes {} s (Llama 1.3B, {} GB) and {} s (Mamba2 1.3B, {} GB),"),
+        (h200, "on an H200 {} s ({} GB) and {} s ({} GB)."),
+    ):
+        figures = ((f"{row['seconds']:.1f}", f"{row['reserved_gb']:.0f}") for row in rows.values())
+        assert text.format(*chain(*figures)) in page
+    shares = [
+        {
+            name: 100 * row["tokens_times_calls_per_second"] / row["forward_tokens_times_calls_per_second"]
+            for name, row in rows.items()
+        }
+        for rows in (h100, h200)
+    ]
+    assert both(shares[0], "that is {} % (Llama) and {} % (Mamba2) of the rate of training's", 0) in page
+    assert both(shares[1], "on the H200 {} and {} %.", 0) in page
+    assert both(shares[1], "run at {} % (Llama 1.3B) and {} % (Mamba2 1.3B) of the rate", 0) in notes
+    ratio = h200["Llama"]["flop_ratio"]
+    assert f"a token requires {ratio} times as much arithmetic, so at the FLOP/s of the forward pass" in page
+    assert f"its share would be {100 / ratio:.0f} %" in page
+    assert min(of["Llama"] for of in shares) < 60 < min(of["Mamba2"] for of in shares)
