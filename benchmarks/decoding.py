@@ -6,18 +6,20 @@
 Random weights in bfloat16 (autocast; weight norm computed once), tolerance 0 and ``--iterations`` iterations,
 so that every token takes the same number of calls of the map and one more to commit it. An *iteration* is a
 call of the map on all rows; its time is that of decoding as a whole, including sampling, divided by the
-number of calls. ``replay_ms`` is the time of a call alone. ``--states`` are the types of stored states:
-Mamba2's ``h`` in float32 or bfloat16, keys and values in bfloat16 or int8; types that do not apply to a model
-are skipped. The inputs of the convolution are in bfloat16. ``floor_ms`` is the time to read weights and
-states once at the GPU's copy bandwidth, which is measured first.
+number of calls. A token takes ``calls_per_token`` calls, so that the text of each row grows by
+``tokens_per_second_per_row`` = 1000 / (``calls_per_token`` * ``ms``). (``decoding_calls.py`` measures the
+calls of trained models.) ``replay_ms`` is the time of a call alone. ``--states`` are the types of stored
+states: Mamba2's ``h`` in float32 or bfloat16, keys and values in bfloat16 or int8; types that do not apply to
+a model are skipped. The inputs of the convolution are in bfloat16. ``floor_ms`` is the time to read weights
+and states once at the GPU's copy bandwidth, which is measured first.
 
 Modes: ``fused``, kernels for single tokens, captured as a graph; ``graphs``, the layers, captured;
 ``eager``, the layers in eager mode; ``int8`` and ``fp8``, as ``fused``, with weights in 8 bits in the
 first half of the iterations of each token (``replay_ms`` is such a call). With several tokens in flight per
 row (``--in-flight``) a call is one of the wavefront, the choice of tokens included, with a tolerance that no
-search reaches; ``replay_ms`` includes the head, which reads its weights in every call. The published
-implementation takes 86.7 ms (mamba2_1.3b) and 52.2 ms (llama_1.3b) per iteration for one sequence, in
-float32, on an H100.
+search reaches, so that the calls of a token say nothing and are left out; ``replay_ms`` includes the head,
+which reads its weights in every call. The published implementation takes 86.7 ms (mamba2_1.3b) and 52.2 ms
+(llama_1.3b) per iteration for one sequence, in float32, on an H100.
 """
 
 from __future__ import annotations
@@ -155,11 +157,12 @@ def measure(
     while decoder.calls < warm_up * each + 1:
         decoder.step()
     synchronize(on_gpu)
-    before, start = decoder.calls, time.perf_counter()
+    before, made, start = decoder.calls, 0, time.perf_counter()
     while decoder.calls < before + tokens * each:
-        decoder.step()
+        made += len(decoder.step())
     synchronize(on_gpu)
-    total = (time.perf_counter() - start) / (decoder.calls - before)
+    calls = decoder.calls - before
+    total = (time.perf_counter() - start) / calls
     kept = [t for state in batch.states for t in vars(state).values() if torch.is_tensor(t) and t.ndim > 2]
     states = sum(t.nbytes for t in kept)
     if model.spec.mixer.kind == "attention":  # only the valid part of the cache
@@ -172,6 +175,9 @@ def measure(
         "state_types": sorted({str(t.dtype).removeprefix("torch.") for t in kept}),
         "finite": bool(batch.search.z.isfinite().all()),
     }
+    if in_flight == 1:
+        found["calls_per_token"] = round(calls * rows / made, 2)
+        found["tokens_per_second_per_row"] = round(made / rows / calls / total, 2)
     if on_gpu:
         count, wavefront = 50, decoder.wavefront
         batch.busy_S.fill_(False)  # the same call without an effect
@@ -223,10 +229,14 @@ def table(rows: list[dict[str, Any]], speed: float | None) -> None:
     print(f"\n{described.get('gpu', described['cpu'])}, torch {described['torch']}, {described['date']}")
     if speed is not None:
         print(f"copy bandwidth {speed / 1e12:.2f} TB/s")
-    print("| model | rows | mode | in flight | ms per iteration | call alone | floor | published | state |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| model | rows | mode | in flight | ms per iteration | calls per token | tokens/s per row | "
+        "call alone | floor | published | state |"
+    )
+    print("|" + " --- |" * 11)
+    names = ("ms", "calls_per_token", "tokens_per_second_per_row", "replay_ms", "floor_ms", "published_ms")
     for row in rows:
-        cells = [row.get(name) for name in ("ms", "replay_ms", "floor_ms", "published_ms", "state_types")]
+        cells = [row.get(name) for name in (*names, "state_types")]
         print(
             f"| {row['model']} | {row['rows']} | {row['mode']} | {row['in_flight']} | "
             + " | ".join("" if cell is None else str(cell).strip("[]").replace("'", "") for cell in cells)

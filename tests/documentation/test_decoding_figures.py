@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
 from itertools import chain
 
-from tests.documentation.tables import results, words
+import pytest
+
+from tests.documentation.tables import ROOT, results, words
 
 NAMES = {"llama_1.3b": "Llama", "mamba2_1.3b": "Mamba2", "books_5m": "Llama", "books_5m_mamba2": "Mamba2"}
 
@@ -46,7 +51,7 @@ def test_times_of_calls():
         f"{int8[name]:.2f} instead of {one_before[name]:.2f} ms ({name} 1.3B)" for name in ("Llama", "Mamba2")
     ]
     assert f"reads int8 weights takes {' and '.join(instead)}, with 8-bit floats {both(fp8)} ms" in page
-    assert both(one, "A single call takes {} and {} ms") in overview
+    assert both(one, "A single call with 1.3 B parameters takes {} and {} ms") in overview
     assert both(int8, "with int8 weights {} and {} ms") in overview
     ratios = [
         {name: call[name] / single[name] for name in single}
@@ -129,6 +134,9 @@ def test_tokens_per_second_with_tokens_in_flight():
         times[name] = cells[2]["tokens_per_second"] / cells[0]["tokens_per_second"]
         calls[name] = 1e6 / (cells[2]["tokens_per_second"] * cells[2]["calls_per_token"])
         own[name] = kernels[row["model"]]
+        if name == "Llama":
+            text = f"takes {cells[2]['calls_per_token']} calls of {calls[name]:.0f} μs per token and"
+            assert f"{text} generates {speeds[2]} tokens per second" in words("docs/results.md")
     assert both(times, "that is {} and {} times the speed", digits=1) in page
     assert both(times, "decode {} (Llama) and {} times (Mamba2) as many tokens per second") in notes
     call = "takes {} μs (attention) and {} μs (Mamba2)"
@@ -196,3 +204,15 @@ def test_long_prompts_beside_the_forward_pass():
     assert f"a token requires {ratio} times as much arithmetic, so at the FLOP/s of the forward pass" in page
     assert f"its share would be {100 / ratio:.0f} %" in page
     assert min(of["Llama"] for of in shares) < 60 < min(of["Mamba2"] for of in shares)
+
+
+def test_the_benchmark_reports_calls_per_token_and_tokens_per_second(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sizes = ["--context", "8", "--iterations", "2", "--tokens", "3", "--rows", "2", "--in-flight", "1", "2"]
+    options = ["--tiny", "--device", "cpu", "--models", "llama_1.3b", *sizes, "--output", f"{tmp_path}/rows"]
+    monkeypatch.setattr(sys, "argv", ["decoding.py", *options])
+    importlib.import_module("decoding").main()
+    row, in_flight = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["calls_per_token"] == 3
+    assert row["tokens_per_second_per_row"] == pytest.approx(1000 / (3 * row["ms"]), rel=1e-2)
+    assert "calls_per_token" not in in_flight
