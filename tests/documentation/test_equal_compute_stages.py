@@ -354,7 +354,8 @@ def test_convergence(half: dict[str, Any]) -> None:
     assert reaching == set(STAGED_SIZES[1:])
     others = [run for part in EVERY for run in every[part]]
     assert f"99 % with every seed; they have {ends(converged(others))} %" in MAIN
-    assert f"have converged, too, {ends(converged(others))} % have, and no model reaches the target" in MAIN
+    text = f"have converged, too, {ends(converged(others))} % of the tokens have, and no model"
+    assert f"{text} reaches the target" in MAIN
     assert all(min(converged(every[part])) < 0.99 for part in EVERY)
     rest = [run for part, rows in every.items() if part not in (END, STAGED) for run in rows]
     assert f"with all tokens before them {ends(converged(rest))} % of the tokens converge in 32" in TABLES
