@@ -227,6 +227,17 @@ def test_without_an_average_there_are_no_averaged_weights(tokens):
         ("data", {"documents": "reset"}, "documents"),
         (
             None,
+            {
+                "data": {
+                    "kind": "mixture",
+                    "seq_len": 16,
+                    "sources": [{"weight": 1, "data": {"kind": "tokens", "path": "a", "documents": "reset"}}],
+                }
+            },
+            "documents",
+        ),
+        (
+            None,
             {"phases": [{"name": "a", "until": 0.5, "training": {"batch_size": 1}}, {"name": "b"}]},
             "phases",
         ),
@@ -251,6 +262,8 @@ def test_the_reason_against_a_capture_names_what_is_in_the_way(tokens):
     assert "until_converged" in str(why_not_captured(spec, free, cuda))
     assert "phantom" in str(why_not_captured(spec, searching, cuda))
     assert "dropout" in str(why_not_captured(spec, dropped, cuda))
+    noise = validate(type(model), {**model.model_dump(), "z_init": {"kind": "normal", "std": 0.1}})
+    assert "z_init" in str(why_not_captured(spec, noise, cuda))
     random = spec_of(RANDOM, tokens).model
     assert why_not_captured(spec, random, cuda) is None
     each = random.model_copy(update={"depth": random.depth.model_copy(update={"per": "sequence"})})

@@ -45,12 +45,13 @@ def refuse_unsupported(spec: RunSpec) -> None:
 
     """
     training = spec.training
+    sources = [spec.data, *(source.data for source in getattr(spec.data, "sources", ()))]
     wrong = {
         "training.micro_batch_size": training.micro_batch_size is not None,
         "training.init_from": training.init_from is not None,
-        "data.documents": getattr(spec.data, "documents", "ignore") != "ignore",
+        "data.documents": any(getattr(each, "documents", "ignore") != "ignore" for each in sources),
         "callbacks": bool(spec.callbacks),
-        "phases": any(phase.training != training or phase.data != spec.data for phase in spec.phase_specs()),
+        "phases": any(own[1:] != (training, spec.data) for own in spec.changed_sections()),
     }
     found = [name for name, unsupported in wrong.items() if unsupported]
     if found:
@@ -69,8 +70,11 @@ def why_not_captured(spec: RunSpec, model: ModelSpec, device: torch.device) -> s
         return f"the device is {device.type}"
     if spec.training.optimizer.kind not in ("adamw", "muon"):
         return f"the optimizer is {spec.training.optimizer.kind}, and only adamw and muon can be captured"
-    if getattr(model, "dropout", 0.0) > 0:
-        return "dropout draws random numbers, which models on several streams would share"
+    start = getattr(model, "start", None)
+    is_noisy = start is not None and (start.kind == "normal" or start.noise_std > 0)
+    if getattr(model, "dropout", 0.0) > 0 or is_noisy:
+        what = "the noise of z_init" if is_noisy else "dropout"
+        return f"{what} draws random numbers, which models on several streams would share"
     depth, gradient = getattr(model, "depth", None), getattr(model, "gradient", None)
     if isinstance(depth, RandomDepthSpec):
         if not takes_loops(depth, gradient):
