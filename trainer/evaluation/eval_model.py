@@ -94,9 +94,10 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None, overrides: Seq
         name, source = run.run_name(), str(run.spec_path)
     else:
         raise ValueError(f"{checkpoint} has no spec; set --spec")
-    loaded, before = load_spec(source, overrides), load_spec(source)
-    changed = loaded != before and loaded.final_model == before.final_model
-    if changed and isinstance(loaded, RunSpec) and loaded.model != getattr(before, "model", None):
+    loaded = load_spec(source, overrides)
+    before = load_spec(source) if overrides else loaded
+    undone = loaded.final_model == before.final_model
+    if undone and isinstance(loaded, RunSpec) and loaded.model != getattr(before, "model", None):
         raise ValueError(
             f"{', '.join(overrides)} changes nothing, because the last phase of the run sets that, too; "
             f"change the phase: phases.{loaded.phases[-1].name}.model.…"
