@@ -131,12 +131,17 @@ def is_eager(row: Row) -> bool:
 def runs(*, eager: bool) -> list[Row]:
     """Return the recipes of all rows, those that are captured or those that are not."""
     return [
-        {**COMMON, **row, "seed": seed}
+        run
         for rows in GROUPS.values()
         for label, row in rows.items()
         if is_eager(row) == eager
-        for seed in SEEDS.get(label, (0,))
+        for run in _with_seeds(label, row)
     ]
+
+
+def _with_seeds(label: str, row: Row) -> list[Row]:
+    """Return the recipes of a row, one for each of its seeds."""
+    return [{**COMMON, **row, "seed": seed} for seed in SEEDS.get(label, (0,))]
 
 
 def name_of(group: str, label: str) -> str:
@@ -156,8 +161,7 @@ def row_runs(name: str) -> list[Row]:
     }
     if name not in named:
         raise ValueError(f"no row of the ablations is named {name!r}; choose one of {', '.join(named)}")
-    label, row = named[name]
-    return [{**COMMON, **row, "seed": seed} for seed in SEEDS.get(label, (0,))]
+    return _with_seeds(*named[name])
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
