@@ -48,6 +48,11 @@ class AsyncHostCopy:
         self._arrives = self._event
         self._arrives.record(_current_stream(values.device))
 
+    @property
+    def arrived(self) -> bool:
+        """Whether ``read()`` returns the values without waiting."""
+        return self._arrives is None or self._arrives.query()
+
     def read(self, values: Tensor | None = None) -> Any:
         """Return the values of a tensor as ``tolist`` does; without a tensor, those of the last copy."""
         if values is not None and not values.is_cuda:

@@ -12,7 +12,7 @@ from torch import nn
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Ranks, alone
 from trainer.optim.capturable import step_where_finite
-from trainer.run.step import StepResult, _objective, _Tally, training_step
+from trainer.run.step import StepResult, _objective, Tally, training_step
 
 
 class Table(nn.Module):
@@ -92,7 +92,7 @@ def test_adjoint_solves_of_all_micro_batches_are_counted() -> None:
         yes = torch.ones(len(iterations), dtype=torch.bool)
         return SimpleNamespace(iterations=count, residual=count / 10, converged=yes, diverged=~yes)
 
-    tally, labels = _Tally(torch.device("cpu")), torch.zeros(2, 3, dtype=torch.int64)
+    tally, labels = Tally(torch.device("cpu")), torch.zeros(2, 3, dtype=torch.int64)
     for own, adjoint in ((solved(1, 3), solved(5, 7)), (solved(2, 2), solved(9, 11))):
         own.adjoint = SimpleNamespace(solutions=[adjoint])
         tally.add(torch.tensor(1.0), SimpleNamespace(predictions=labels, solution=own), labels, 1)

@@ -38,6 +38,14 @@ def make_capturable(optimizer: torch.optim.Optimizer, rate: Tensor, skip: Tensor
     return True
 
 
+def undo_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Return an optimizer that `make_capturable` has changed to steps with a learning rate on the host."""
+    adamw = optimizer.adamw if isinstance(optimizer, MuonAndAdamW) else optimizer
+    for group in adamw.param_groups:
+        group["lr"], group["capturable"] = float(group["lr"]), False
+    del adamw.found_inf  # type: ignore[attr-defined]  # set by make_capturable
+
+
 @torch.no_grad()
 def step_where_finite(optimizer: torch.optim.Optimizer, *values: Tensor) -> bool:
     """Make a step that changes nothing if a scalar is NaN or infinite, without asking the device.

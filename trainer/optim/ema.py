@@ -35,6 +35,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, *, decay: float, start: int = 0) -> None:
         self._model = model
         self._start = start
+        self.decay = decay
+        """Share of the old average that an update keeps."""
         self._average = get_ema_multi_avg_fn(decay)
         self.tensors: dict[str, Tensor] = {
             name: parameter.detach().clone() for name, parameter in self._parameters().items()
@@ -63,6 +65,28 @@ class WeightAverage:
         else:
             self._average(averages, weights, self.updates)
         self.updates += 1
+
+    @torch.no_grad()
+    def capturable_update(self, step: Tensor, skip: Tensor, updates: Tensor) -> None:
+        """Update the average as :meth:`update` does, without reading the device; :meth:`count` follows.
+
+        Args:
+            step: number of updates of the run, with this one, scalar on the device.
+            skip: 1 where the step changed nothing, float32 scalar on the device.
+            updates: number of updates of the average so far, float32 scalar on the device; counted on.
+
+        """
+        counts = (step > self._start).float()
+        updates *= counts
+        share = counts * (1 - skip) * torch.where(updates == 0, 1.0, 1 - self.decay)
+        updates += counts * (1 - skip)
+        averages = list(self.tensors.values())
+        moves = torch._foreach_sub(list(self._parameters().values()), averages)
+        torch._foreach_add_(averages, torch._foreach_mul(moves, share))
+
+    def count(self, step: int) -> None:
+        """Count an update that was made on the device after ``step`` updates of the run."""
+        self.updates = self.updates + 1 if step > self._start else 0
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -24,10 +24,12 @@ from implicit_blocks.gradients import LastLoops, LastLoopsSpec
 from implicit_blocks.search.agreement import fixed_budget
 from implicit_blocks.specs import ModelSpec
 from trainer.data.source import Batch
-from trainer.optim.capturable import capturable_step, make_capturable
-from trainer.run.step import autocast, set_learning_rate
-from trainer.run.trainable_model import AgreesOnStopping
-from trainer.specs.run import RunSpec
+from trainer.optim.capturable import capturable_step, make_capturable, undo_capturable
+from trainer.optim.ema import WeightAverage
+from trainer.run.step import Tally, autocast, set_learning_rate
+from trainer.run.trainable_model import AgreesOnStopping, TrainingOutput
+from trainer.specs.data import DataSpec
+from trainer.specs.run import Phase, RunSpec
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,11 +47,10 @@ def refuse_unsupported(spec: RunSpec) -> None:
 
     """
     training = spec.training
-    sources = [spec.data, *(source.data for source in getattr(spec.data, "sources", ()))]
     wrong = {
         "training.micro_batch_size": training.micro_batch_size is not None,
         "training.init_from": training.init_from is not None,
-        "data.documents": any(getattr(each, "documents", "ignore") != "ignore" for each in sources),
+        "data.documents": _separates_documents(spec.data),
         "callbacks": bool(spec.callbacks),
         "phases": any(own[1:] != (training, spec.data) for own in spec.changed_sections()),
     }
@@ -59,6 +60,21 @@ def refuse_unsupported(spec: RunSpec) -> None:
             f"{', '.join(found)}: not supported for models that train side by side, whose phases may change "
             "only the model; remove it, or train with python -m trainer"
         )
+
+
+def why_phase_not_captured(spec: RunSpec, phase: Phase, device: torch.device) -> str | None:
+    """Return why steps of a phase of a run cannot be captured; None: they can."""
+    size = phase.training.micro_batch_size
+    if size is not None and size < phase.training.batch_size:
+        return f"training.micro_batch_size is {size}, and only steps of one batch can be captured"
+    if _separates_documents(phase.data):
+        return "data.documents keeps the documents of a batch apart, and only whole rows can be captured"
+    return why_not_captured(spec, phase.model, device)
+
+
+def _separates_documents(data: DataSpec) -> bool:
+    sources = [data, *(source.data for source in getattr(data, "sources", ()))]
+    return any(getattr(each, "documents", "ignore") != "ignore" for each in sources)
 
 
 def why_not_captured(spec: RunSpec, model: ModelSpec, device: torch.device) -> str | None:
@@ -111,6 +127,11 @@ class CapturedStep:
         at_once: K, the number of steps whose batches are loaded together.
         averages: factors of exponential moving averages of the weights, per step.
         not_captured: why the step cannot be captured (``why_not_captured``); None: it can.
+        first: number of steps of the run that are made already.
+        last_tokens: tokens at the end of a sequence that ``accuracy_last`` covers, to measure the steps
+            (:meth:`measurements`); None: only losses are recorded.
+        average: of the weights, updated by each step.
+        own_stream: whether the steps have a stream of their own; False: the current one.
 
     """
 
@@ -128,31 +149,43 @@ class CapturedStep:
         at_once: int = 32,
         averages: Sequence[float] = (),
         not_captured: str | None = None,
+        first: int = 0,
+        last_tokens: int | None = None,
+        average: WeightAverage | None = None,
+        own_stream: bool = True,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.precision, self.at_once = precision, at_once
         self.limit = math.inf if max_grad_norm is None else max_grad_norm
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(device))
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            current = torch.cuda.current_stream(device)
+            self.stream = torch.cuda.Stream(device) if own_stream else current
+            self.stream.wait_stream(current)
         self.graphs: dict[int | None, torch.cuda.CUDAGraph] = {}
         """By number of loops; None: that of the model."""
         self.not_captured = not_captured
         """Why the step runs eagerly; None: it is captured."""
-        self.done = 0
+        self.done = first
         """Number of steps made so far, on the host."""
+        self.first_adjoint = 0
+        """First index of the adjoint solves in the measurements of a step."""
+        self._last_tokens, self._average = last_tokens, average
+        self._measured: Tensor | None = None
         self._host_rates = tuple(rates)
         self._eager_left, self._seen = WARM_UP, set[int | None]()
         self._parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         with self.in_stream():
             self._batches_KBL = torch.zeros(2, at_once, batch_size, length, dtype=torch.int64, device=device)
             self._slot = torch.zeros(1, dtype=torch.int64, device=device)
-            self._step = torch.zeros(1, dtype=torch.int64, device=device)
+            self._step = torch.full((1,), first, dtype=torch.int64, device=device)
             self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
             self._rate = torch.zeros((), dtype=torch.float32, device=device)
             self._skip = torch.zeros((), dtype=torch.float32, device=device)
             self._losses = torch.full((len(rates),), math.nan, dtype=torch.float32, device=device)
             self._averages = {decay: [p.detach().clone() for p in self._parameters] for decay in averages}
+            updates = 0 if average is None else average.updates
+            self._updates = torch.full((), float(updates), device=device)
         self._choose_agreement()
         self._on_device = device.type == "cuda" and make_capturable(optimizer, self._rate, self._skip)
 
@@ -178,6 +211,7 @@ class CapturedStep:
 
     def run(self, count: int) -> None:
         """Make ``count`` steps on the batches loaded last; on a GPU the host does not wait for them."""
+        self._choose_agreement()
         with self.in_stream():
             for _ in range(count):
                 loops = self._draw_loops()
@@ -195,6 +229,20 @@ class CapturedStep:
         """Return the losses of the steps so far, float32 on the host; waits for the device."""
         self.synchronize()
         return self._losses[: self.done].cpu()
+
+    def measurements(self, count: int) -> Tensor:
+        """Return the values (`Tally.values`) of the first steps on the batches loaded last, (count, N)."""
+        assert self._measured is not None, "a step was made, with `last_tokens`"
+        return self._measured[:count]
+
+    def release(self) -> None:
+        """Return model and optimizer to ordinary steps, after the last step."""
+        self.synchronize()
+        self.graphs.clear()
+        if isinstance(self.model, AgreesOnStopping):
+            self.model.agree = None
+        if self._on_device:
+            undo_capturable(self.optimizer)
 
     def last_loss(self) -> Tensor:
         """Return the loss of the latest step in page-locked memory, which the stream fills in its order."""
@@ -282,6 +330,8 @@ class CapturedStep:
         norm = torch.nn.utils.clip_grad_norm_(gradients, self.limit)
         with torch.no_grad():
             self._losses.index_copy_(0, self._step, loss.detach().float().view(1))
+            if self._last_tokens is not None:
+                self._measure(output, labels_BL, norm, self._last_tokens)
             finite = loss.detach().isfinite() & norm.detach().isfinite()
             if self._on_device:
                 self._rate.copy_(self._rates.index_select(0, self._step).squeeze(0))
@@ -294,3 +344,15 @@ class CapturedStep:
                 torch._foreach_lerp_(average, self._parameters, 1 - decay)
             self._slot += 1
             self._step += 1
+            if self._average is not None:
+                self._average.capturable_update(self._step[0], (~finite).float(), self._updates)
+
+    def _measure(self, output: TrainingOutput, labels_BL: Tensor, norm: Tensor, last_tokens: int) -> None:
+        """Write what a step measures, in the row of its batch."""
+        assert output.loss is not None
+        tally = Tally(self.device)
+        tally.add(output.loss.detach(), output, labels_BL, last_tokens)
+        values, self.first_adjoint = tally.values(norm.detach())
+        if self._measured is None:  # in the first step, which is not captured
+            self._measured = values.new_zeros(self.at_once, len(values))
+        self._measured.index_copy_(0, self._slot, values[None])

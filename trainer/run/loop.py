@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,10 +22,57 @@ from trainer.reporting.display import Display
 from trainer.reporting.recorder import StepRecorder
 from trainer.run.evaluating import Evaluator
 from trainer.run.interrupt import Interrupt
+from trainer.run.look_ahead import LookAhead, Turns
 from trainer.run.phases import ActivePhase
 from trainer.run.step import StepResult, set_learning_rate, training_step
 from trainer.specs.run import Phase, RunSpec
 from trainer.storage.run_folder import RunFolder
+
+
+@dataclass(eq=False, repr=False)
+class EagerSteps:
+    """Makes the steps of a run, one after another."""
+
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    active: ActivePhase
+    average: WeightAverage | None
+    spec: RunSpec
+    in_flight = False
+    """Whether steps are launched whose results are still to be read."""
+
+    def enter_phase(self) -> None:
+        """Prepare the steps of the active phase."""
+
+    def make(self, step: int, first: int, *, until: int) -> tuple[StepResult, int, float]:
+        """Make ``step``, whose batch begins at sample ``first``; return measurements, tokens and seconds.
+
+        ``until`` is the end of the steps that may be launched ahead of their results; there are none here.
+
+        Raises:
+            DataError: the data of the step cannot be used.
+
+        """
+        training = self.active.phase.training
+        began = time.perf_counter()
+        set_learning_rate(self.optimizer, self.schedule.rate(step, peak=training.optimizer.learning_rate))
+        batch = self.active.batch(step, first)
+        result = training_step(
+            self.layout,
+            self.optimizer,
+            batch,
+            precision=training.precision,
+            micro_batch_size=training.micro_batch_size,
+            max_grad_norm=training.max_grad_norm,
+            last_tokens=self.spec.evaluation.last_tokens,
+            place=f"step {step + 1} (samples {first} to {first + training.batch_size - 1})",
+        )
+        seconds = time.perf_counter() - began
+        if self.average is not None and result.not_finite is None:
+            self.average.update(step + 1)
+        tokens = batch.tokens * self.layout.grid.batches.world_size  # the shares are equal
+        return result, tokens, seconds
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -51,14 +99,27 @@ class Loop:
     """Where the run starts, and how far it has come."""
     average: WeightAverage | None = None
     """The average of the weights, which evaluations and exports use."""
+    turns: Turns | None = field(default=None, init=False)
+    """The turns of a run that shares its process with others, see :meth:`share_process`."""
     stopped_by: int | None = field(default=None, init=False)
     """The signal that ended the run, or None."""
 
     def __post_init__(self) -> None:
         self.ranks = self.layout.ranks
         self.total_steps = self.spec.total_steps
-        self._interrupt = Interrupt()
+        self._interrupt, self._end = Interrupt(), self.total_steps
+        self._steps: EagerSteps | LookAhead = EagerSteps(
+            self.layout, self.optimizer, self.schedule, self.active, self.average, self.spec
+        )
         self._began = time.perf_counter() - self.progress.seconds
+
+    def share_process(self, turns: Turns) -> None:
+        """Train in turns with other runs of this process, whose main thread receives the signals.
+
+        Where steps can be captured as CUDA graphs, they are, and are launched ahead of their results.
+        """
+        assert isinstance(self._steps, EagerSteps)
+        self.turns, self._steps = turns, LookAhead(self._steps, display=self.display, turns=turns)
 
     def run(self, *, stop_at: int | None = None) -> list[EvaluationResult] | None:
         """Train to the end and evaluate; return the results, or None if the run was stopped before its end.
@@ -76,17 +137,17 @@ class Loop:
             LostPeerError: another process ended during a save.
 
         """
-        end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
+        end = self._end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
         self._began = time.perf_counter() - self.progress.seconds
         self.display.start(step=self.progress.step, total=self.total_steps)
         try:
             finished, results = False, None
-            with Interrupt() as self._interrupt:
+            with Interrupt() if self.turns is None else nullcontext(self.turns.interrupt) as self._interrupt:
                 self._notify("on_start", checkpoint=self.checkpoints.last_checkpoint)
                 if self._evaluation_is_missing():
                     self._enter_phase(self.progress.step - 1)
                     self._evaluate()
-                while self.progress.step < end and not self._must_stop():
+                while self.progress.step < end and (self._steps.in_flight or not self._must_stop()):
                     self._one_step()
                     self.checkpoints.poll()
                 self._save()
@@ -118,44 +179,29 @@ class Loop:
         entered = self._enter_phase(self.progress.step)
         phase = self.active.phase
         training, first = phase.training, self.progress.samples
-        began = time.perf_counter()
-        rate = self.schedule.rate(self.progress.step, peak=training.optimizer.learning_rate)
-        set_learning_rate(self.optimizer, rate)
-        batch = self.active.batch(self.progress.step, first)
-        result = training_step(
-            self.layout,
-            self.optimizer,
-            batch,
-            precision=training.precision,
-            micro_batch_size=training.micro_batch_size,
-            max_grad_norm=training.max_grad_norm,
-            last_tokens=self.spec.evaluation.last_tokens,
-            place=f"step {self.progress.step + 1} (samples {first} to {first + training.batch_size - 1})",
-        )
+        fails = self.checkpoints.must_stop or self.recorder.must_stop
+        until = self.progress.step if fails or self._interrupt.received is not None else self._end
+        result, tokens, seconds = self._steps.make(self.progress.step, first, until=until)
         skipped = result.not_finite is not None
         if skipped:
             self._skip(_not_finite(result, phase=phase, progress=self.progress))
-        now = time.perf_counter()
-        tokens = batch.tokens * self.layout.grid.batches.world_size  # the shares are equal
         self.progress = replace(
             self.progress,
             step=self.progress.step + 1,
             phase=phase.name,
             samples=first + training.batch_size,
             tokens=self.progress.tokens + tokens,
-            seconds=now - self._began,
+            seconds=self._seconds(),
             skipped=self.progress.skipped + skipped,
             skipped_in_a_row=self.progress.skipped_in_a_row + 1 if skipped else 0,
         )
-        if self.average is not None and not skipped:
-            self.average.update(self.progress.step)
         self.recorder.record(
             result,
             progress=self.progress,
-            learning_rate=rate,
+            learning_rate=self.schedule.rate(self.progress.step - 1, peak=training.optimizer.learning_rate),
             epochs=self.active.epochs(self.progress.step, self.progress.samples),
             tokens=tokens,
-            step_seconds=now - began,
+            step_seconds=seconds,
             stall_seconds=self.checkpoints.take_stall(),
         )
         self.dispatcher.notify("on_step", row=self.recorder.last_row)
@@ -173,6 +219,7 @@ class Loop:
         entered = self.active.enter(step)
         if entered:
             self.recorder.enter_phase(self.active.phase, self.layout.model)
+            self._steps.enter_phase()
             self.dispatcher.notify("on_phase", step=step, phase=self.active.phase)
         return entered
 
@@ -199,7 +246,9 @@ class Loop:
         return bool(by_signal or by_callback or failed or not_saved)
 
     def _interrupted(self) -> bool:
-        """Whether any rank received a signal; the same on all ranks."""
+        """Whether any rank received a signal; the same on all ranks. Called between batches."""
+        if self.turns is not None:
+            self.turns.pause()
         self.stopped_by = int(self.ranks.max([self._interrupt.received or 0])[0]) or None
         return self.stopped_by is not None
 

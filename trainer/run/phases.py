@@ -8,7 +8,7 @@ from torch import nn
 
 from implicit_blocks.specs import ModelSpec
 from trainer.data.prefetch import Prefetcher
-from trainer.data.source import Batch, DataSource, rank_share
+from trainer.data.source import Batch, DataSource, rank_share, take
 from trainer.distributed.grid import Grid
 from trainer.errors import DataError
 from trainer.reporting.display import Display
@@ -86,6 +86,18 @@ class ActivePhase:
         own, *following = self.own_ranges(step, first)
         try:
             return self._ranks.run_all(lambda: self._loader.batch(*own, following=following))
+        except ValueError as error:
+            raise DataError(f"the data of step {step + 1} can't be used: {error}") from error
+
+    def batches(self, step: int, first: int, count: int) -> Batch:
+        """Load the batches of ``count`` steps of the active phase at once, for a run of one process.
+
+        Raises:
+            DataError: as :meth:`batch`.
+
+        """
+        try:
+            return take(self.data, first, count * self.phase.training.batch_size)
         except ValueError as error:
             raise DataError(f"the data of step {step + 1} can't be used: {error}") from error
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -141,14 +142,11 @@ def training_step(
     size = min(micro_batch_size or len(batch), len(batch))
     scored_total = int(layout.grid.batches.sum([int((batch.labels != IGNORED).sum())])[0])
     if scored_total == 0:
-        raise DataError(
-            f"no token of {place} has a label: all {batch.labels.numel()} labels of this process are "
-            f"{IGNORED}; increase training.batch_size or data.seq_len, or score more tokens (data.scoring)"
-        )
+        raise not_scored(batch, place)
     sequences = layout.sequences
     if sequences is not None:
         last_tokens = sequences.last_tokens(last_tokens, batch.inputs.shape[1])
-    tally = _Tally(ranks.device)
+    tally = Tally(ranks.device)
     optimizer.zero_grad(set_to_none=True)
     for first in range(0, len(batch), size):
         part = batch.rows(first, first + size)
@@ -177,12 +175,24 @@ def training_step(
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
     tally.send(norm)
     updated = norm.is_cuda and ranks.is_single and step_where_finite(optimizer, tally.loss, norm)
-    compacts = not isinstance(layout.model, SearchesFixedPoints) or layout.model.gradient.searches
     grid = layout.grid
-    totals = tally.over(grid.data, at_once=size, compacts=compacts, parts=grid.parts)
+    totals = tally.over(grid.data, at_once=size, compacts=compacts(layout.model), parts=grid.parts)
     if totals.not_finite is None and not updated:
         optimizer.step()
     return totals
+
+
+def not_scored(batch: Batch, place: str) -> DataError:
+    """Return the error for a batch without labels."""
+    return DataError(
+        f"no token of {place} has a label: all {batch.labels.numel()} labels of this process are "
+        f"{IGNORED}; increase training.batch_size or data.seq_len, or score more tokens (data.scoring)"
+    )
+
+
+def compacts(model: object) -> bool:
+    """Whether sequences that have converged leave the batch of a model, see :func:`step_result`."""
+    return not isinstance(model, SearchesFixedPoints) or model.gradient.searches
 
 
 def _objective(loss: Tensor, solution: Solution | None, *, share: float, rows: float) -> Tensor:
@@ -192,7 +202,7 @@ def _objective(loss: Tensor, solution: Solution | None, *, share: float, rows: f
     return loss * share + solution.penalty.mean() * rows
 
 
-class _Tally:
+class Tally:
     """Sums over a rank's micro-batches, on the device until the end of the step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -203,6 +213,7 @@ class _Tally:
         self._adjoints: list[_Status] = []
 
     def add(self, loss: Tensor, output: TrainingOutput, labels_BL: Tensor, last_tokens: int) -> None:
+        """Add a micro-batch, whose loss is its part of the step's."""
         self.loss = self.loss + loss.to(self.loss)
         assert output.predictions is not None
         correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
@@ -218,36 +229,61 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def send(self, norm: Tensor) -> None:
-        """Begin the copy of all sums to the host, with the norm of the gradients."""
+    def values(self, norm: Tensor) -> tuple[Tensor, int]:
+        """Return all sums and the norm of the gradients, float64 (N,), and the first index of the adjoints.
+
+        ``step_result`` reads them.
+        """
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self.loss, norm.to(self.loss)]), self._correct])
-        self._adjoints_from = 6 + sum(column.numel() for column in searches)
-        values = torch.cat([scalars.double(), *searches, *adjoints])
+        first_adjoint = _SCALARS + sum(column.numel() for column in searches)
+        return torch.cat([scalars.double(), *searches, *adjoints]), first_adjoint
+
+    def send(self, norm: Tensor) -> None:
+        """Begin the copy of all sums to the host, with the norm of the gradients."""
+        values, self._first_adjoint = self.values(norm)
         self._read = AsyncHostCopy(values).read if values.is_cuda else values.tolist
 
     def over(self, ranks: Ranks, *, at_once: int, compacts: bool = True, parts: int = 1) -> StepResult:
-        """Wait for what was sent and combine it with that of the other ranks.
-
-        ``at_once`` is the number of sequences of a rank in one search; ``compacts``: as for ``_executed``.
-        Each run of ``parts`` ranks has parts of the same sequences.
-        """
-        every = torch.tensor(ranks.gather(self._read()), dtype=torch.float64)
-        first_search, first_adjoint = 6, self._adjoints_from
-        correct, scored, last_correct, last_scored = every[:, 2:first_search].sum(0).tolist()
-        sequences = every[::parts]
-        found = sequences[:, first_search:first_adjoint]
-        return StepResult(
-            loss=float(every[:, 0].sum()),
-            accuracy=correct / max(1.0, scored),
-            accuracy_last=last_correct / max(1.0, last_scored),
-            gradient_norm=float(every[0, 1]),  # of all ranks' gradients already
-            search=_summed_up(found),
-            adjoint=_summed_up(sequences[:, first_adjoint:]),
-            iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once, compacts=compacts)
-            if self._searches
-            else None,
+        """Wait for what was sent and combine it with that of the other ranks; see :func:`step_result`."""
+        every = ranks.gather(self._read())
+        return step_result(
+            every, first_adjoint=self._first_adjoint, at_once=at_once, compacts=compacts, parts=parts
         )
+
+
+_SCALARS = 6
+"""Number of values of :meth:`Tally.values` before the columns of the searches."""
+
+
+def step_result(
+    values: Sequence[Sequence[float]],
+    *,
+    first_adjoint: int,
+    at_once: int,
+    compacts: bool = True,
+    parts: int = 1,
+) -> StepResult:
+    """Return the measurements of a step from the values of all ranks (`Tally.values`).
+
+    ``at_once`` is the number of sequences of a rank in one search; ``compacts``: as for ``_executed``.
+    Each run of ``parts`` ranks has parts of the same sequences.
+    """
+    every = torch.tensor(values, dtype=torch.float64)
+    correct, scored, last_correct, last_scored = every[:, 2:_SCALARS].sum(0).tolist()
+    sequences = every[::parts]
+    found = sequences[:, _SCALARS:first_adjoint]
+    return StepResult(
+        loss=float(every[:, 0].sum()),
+        accuracy=correct / max(1.0, scored),
+        accuracy_last=last_correct / max(1.0, last_scored),
+        gradient_norm=float(every[0, 1]),  # of all ranks' gradients already
+        search=_summed_up(found),
+        adjoint=_summed_up(sequences[:, first_adjoint:]),
+        iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once, compacts=compacts)
+        if found.numel()
+        else None,
+    )
 
 
 def _status(solution: Solution) -> _Status:

@@ -90,8 +90,8 @@ class CompilesLayers(Protocol):
 class CapturesGraphs(Protocol):
     """Supports ``training.cuda_graphs``."""
 
-    def capture_graphs(self) -> None:
-        """Capture the map as CUDA graphs from the next call on."""
+    def capture_graphs(self, enabled: bool = True) -> None:
+        """Capture the map as CUDA graphs from the next call on, or no longer."""
 
 
 @runtime_checkable
