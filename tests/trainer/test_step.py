@@ -12,7 +12,7 @@ from torch import nn
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Ranks, alone
 from trainer.optim.capturable import step_where_finite
-from trainer.run.step import StepResult, _objective, Tally, training_step
+from trainer.run.step import StepResult, Tally, _objective, training_step
 
 
 class Table(nn.Module):

@@ -35,6 +35,7 @@ from trainer.specs.run import RunSpec
 
 if TYPE_CHECKING:
     from trainer.run.build import Run
+    from trainer.run.look_ahead import Turns
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     return command
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def main(arguments: Sequence[str] | None = None, *, turns: Turns | None = None) -> int:
+    """Run the command line and return the exit code; ``turns``: of a run that shares its process."""
     command = parser()
     options = command.parse_intermixed_args(arguments)
     if options.spec is None and not (options.resume and options.output):
@@ -82,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.dry_run and (options.ranks is not None or options.rate is not None):
         command.error("--ranks and --rate require --dry-run; torchrun sets the number of processes of a run")
     try:
-        code = _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
+        command_line = ["python", "-m", "trainer", *(arguments or sys.argv[1:])]
+        code = _carry_out(options, command=command_line, turns=turns)
         if not options.dry_run and code in (0, INTERRUPTED, TO_BE_RESUMED):
             from trainer.distributed import leave
 
@@ -102,7 +104,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(message, INTERRUPTED)
 
 
-def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
+def prepare_environment() -> None:
+    """Set the variables of the environment that torch reads."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads; spinning slows busy CPUs
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when torch first allocates memory on a GPU
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def _carry_out(options: argparse.Namespace, *, command: Sequence[str], turns: Turns | None) -> int:
     # Until the run is built, a ValueError is about the user's request and is shown without a traceback.
     # During training a ValueError is a bug and keeps its traceback.
     try:
@@ -112,9 +121,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
 
             print(dry_run_report(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads; spinning slows busy CPUs
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when torch first allocates memory on a GPU
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        prepare_environment()
         from trainer.distributed import join, require_same_spec
         from trainer.run.build import build
         from trainer.storage.run_folder import folder_of_job, folder_to_resume
@@ -137,6 +144,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             checkpoint=options.checkpoint,
             command=command,
         )
+        if turns is not None:
+            run.loop.share_process(turns)
     except (ValueError, OSError) as error:
         return refuse(error)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -16,14 +17,15 @@ REPEAT_SECONDS = 1.0
 
 
 class Interrupt:
-    """A context in which a signal of :data:`SIGNALS` is stored in ``received`` and the program continues.
+    """A context in which one of the signals is stored in ``received`` and the program continues.
 
     A second SIGINT, more than :data:`REPEAT_SECONDS` after the first signal, raises KeyboardInterrupt; other
     repeated signals have no effect. Outside the main thread, in which alone Python handles signals, the
     context does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[int] = SIGNALS) -> None:
+        self._signals = signals
         self.received: int | None = None
         self._since = 0.0
         self._previous: dict[int, Any] = {}
@@ -37,7 +39,7 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in self._signals}
         return self
 
     def __exit__(

@@ -8,6 +8,7 @@ and launched some at a time; while the device computes them, the other runs of t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -37,8 +38,8 @@ class Turns(Protocol):
     def interrupt(self) -> Interrupt:
         """The signals that the process receives."""
 
-    def pause(self, *, idle: bool = False) -> None:
-        """Let the other runs continue; ``idle``: this one waits for the device."""
+    def pause(self, *, until: Callable[[], bool] | None = None) -> None:
+        """Let the other runs continue; with ``until``, at least until it returns True."""
 
 
 @dataclass(eq=False)
@@ -116,11 +117,9 @@ class LookAhead:
             position = first + (self._launched - step) * phase.training.batch_size
             if not self._launch(position, min(self._at_once, until - self._launched)):
                 break
-            self._turns.pause()
         launch = self._waiting[0]
         if launch.rows is None:
-            while not launch.values.arrived:
-                self._turns.pause(idle=True)
+            self._turns.pause(until=lambda: launch.values.arrived)
             launch.rows, now = deque(launch.values.read()), perf_counter()
             launch.seconds, self._read_at = (now - self._read_at) / launch.count, now
         values = launch.rows.popleft()
