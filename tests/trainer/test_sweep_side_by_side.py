@@ -177,9 +177,9 @@ def test_a_signal_saves_all_runs_and_either_way_continues_them(
         if launched == "after":
             assert found == rows(expected)
         else:
-            assert [row["loss"] for row in found] == pytest.approx(
-                [row["loss"] for row in rows(expected)], rel=1e-3
-            )
+            require_close(folder / "runs" / f"seed={seed}" / "metrics.jsonl", expected, rel=1e-3)
+            average = folder / "runs" / f"seed={seed}" / "evaluations.jsonl"
+            require_close(average, expected.with_name("evaluations.jsonl"), rel=1e-3)
 
 
 def test_a_run_that_fails_takes_no_other_with_it(
@@ -217,6 +217,30 @@ def test_a_callback_ends_a_run_after_the_same_step(spec: str, tmp_path: Path, ah
     for run in results(folder):
         assert (run["steps"], run["status"]) == (3, "finished")
         assert run["marks"][0].startswith("ended early at step 3: gradient_norm")
+
+
+def test_the_steps_before_one_without_data_are_made(
+    spec: str, tmp_path: Path, ahead: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.data import prefetch
+    from trainer.run import phases
+
+    load = prefetch.take
+
+    def damaged(source: Any, position: int, count: int) -> Any:
+        if position <= 30 < position + count:
+            raise ValueError("sample 30 is damaged")
+        return load(source, position, count)
+
+    for module in (prefetch, phases):
+        monkeypatch.setattr(module, "take", damaged)
+    assert sweep(spec, tmp_path / "sweep", "training.evaluate_every=null") == 1
+    (run,) = results(tmp_path / "sweep")
+    assert run["exit_code"] == 2
+    assert run["reason"].startswith(
+        "the data of step 4 can't be used: sample 30 is damaged; the last checkpoint,"
+    )
+    assert [row["step"] for row in rows(tmp_path / "sweep" / "runs" / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -78,8 +78,9 @@ class WeightAverage:
         """
         counts = (step > self._start).float()
         updates *= counts
-        share = counts * (1 - skip) * torch.where(updates == 0, 1.0, 1 - self.decay)
-        updates += counts * (1 - skip)
+        made = counts * (1 - skip)
+        share = made * (1 - self.decay * (updates > 0).float())
+        updates += made
         averages = list(self.tensors.values())
         moves = torch._foreach_sub(list(self._parameters().values()), averages)
         torch._foreach_add_(averages, torch._foreach_mul(moves, share))

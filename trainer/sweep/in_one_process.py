@@ -125,7 +125,11 @@ class _Run(threading.Thread):
             else:
                 restore_random_state(self._random)
                 self._goes_on.release()
-            self._has_paused.acquire()
+            try:
+                self._has_paused.acquire()
+            except KeyboardInterrupt:
+                self._has_paused.acquire(timeout=5.0)  # threads that pause do not disturb the end of Python
+                raise
             self._random = random_state()
 
     def pause(self, *, until: Callable[[], bool] | None = None) -> None:
