@@ -81,8 +81,9 @@ class WeightAverage:
         made = counts * (1 - skip)
         share = made * (1 - self.decay * (updates > 0).float())
         updates += made
-        averages = list(self.tensors.values())
-        moves = torch._foreach_sub(list(self._parameters().values()), averages)
+        parameters = self._parameters()
+        averages = [self.tensors[name] for name in parameters]
+        moves = torch._foreach_sub(list(parameters.values()), averages)
         torch._foreach_add_(averages, torch._foreach_mul(moves, share))
 
     def count(self, step: int) -> None:

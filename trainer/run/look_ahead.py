@@ -19,7 +19,7 @@ from trainer.errors import DataError
 from trainer.reporting.display import Display
 from trainer.run.captured_step import CapturedStep, why_phase_not_captured
 from trainer.run.interrupt import Interrupt
-from trainer.run.step import StepResult, compacts, not_scored, step_result
+from trainer.run.step import MadeStep, compacts, not_scored, step_result
 from trainer.run.trainable_model import AgreesOnStopping, CapturesGraphs
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class LookAhead:
         """When the latest results arrived."""
 
     @property
-    def in_flight(self) -> bool:
-        """Whether steps are launched whose results are still to be read."""
-        return bool(self._waiting)
+    def in_flight(self) -> int:
+        """Number of steps that are launched and have not been returned."""
+        return sum(each.count if each.rows is None else len(each.rows) for each in self._waiting)
 
     def enter_phase(self) -> None:
         """Prepare the steps of the active phase."""
@@ -96,11 +96,11 @@ class LookAhead:
         if self._reason is not None and self._reason != before:
             self._display.log(f"steps run eagerly, not as a captured CUDA graph: {self._reason}")
 
-    def make(self, step: int, first: int, *, until: int) -> tuple[StepResult, int, float]:
-        """Return the measurements, tokens and seconds of ``step``; launch steps before ``until``.
+    def make(self, step: int, first: int, *, until: int) -> MadeStep:
+        """Make ``step``, whose batch begins at sample ``first``; launch later ones before ``until`` too.
 
-        The batch of the step begins at sample ``first``. While steps are `in_flight`, the weights may be
-        those of later steps, but not of steps after the next evaluation, checkpoint or export.
+        While steps are `in_flight`, the weights may be those of later steps, but not of steps after the next
+        evaluation, checkpoint or export.
 
         Raises:
             DataError: the data of the step cannot be used.
@@ -133,7 +133,8 @@ class LookAhead:
         )
         if self._eager.average is not None and result.not_finite is None:
             self._eager.average.count(step + 1)
-        return result, phase.training.batch_size * phase.data.seq_len, launch.seconds
+        rate = self._eager.schedule.rate(step, peak=phase.training.optimizer.learning_rate)
+        return MadeStep(result, rate, phase.training.batch_size * phase.data.seq_len, launch.seconds)
 
     def _events_after(self, step: int) -> list[int]:
         """Return the next steps after ``step`` whose weights are evaluated, saved and exported."""

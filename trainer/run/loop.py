@@ -24,7 +24,7 @@ from trainer.run.evaluating import Evaluator
 from trainer.run.interrupt import Interrupt
 from trainer.run.look_ahead import LookAhead, Turns
 from trainer.run.phases import ActivePhase
-from trainer.run.step import StepResult, set_learning_rate, training_step
+from trainer.run.step import MadeStep, StepResult, set_learning_rate, training_step
 from trainer.specs.run import Phase, RunSpec
 from trainer.storage.run_folder import RunFolder
 
@@ -39,14 +39,14 @@ class EagerSteps:
     active: ActivePhase
     average: WeightAverage | None
     spec: RunSpec
-    in_flight = False
-    """Whether steps are launched whose results are still to be read."""
+    in_flight = 0
+    """Number of steps that are launched and have not been returned."""
 
     def enter_phase(self) -> None:
         """Prepare the steps of the active phase."""
 
-    def make(self, step: int, first: int, *, until: int) -> tuple[StepResult, int, float]:
-        """Make ``step``, whose batch begins at sample ``first``; return measurements, tokens and seconds.
+    def make(self, step: int, first: int, *, until: int) -> MadeStep:
+        """Make ``step``, whose batch begins at sample ``first``.
 
         ``until`` is the end of the steps that may be launched ahead of their results; there are none here.
 
@@ -56,7 +56,8 @@ class EagerSteps:
         """
         training = self.active.phase.training
         began = time.perf_counter()
-        set_learning_rate(self.optimizer, self.schedule.rate(step, peak=training.optimizer.learning_rate))
+        rate = self.schedule.rate(step, peak=training.optimizer.learning_rate)
+        set_learning_rate(self.optimizer, rate)
         batch = self.active.batch(step, first)
         result = training_step(
             self.layout,
@@ -72,7 +73,7 @@ class EagerSteps:
         if self.average is not None and result.not_finite is None:
             self.average.update(step + 1)
         tokens = batch.tokens * self.layout.grid.batches.world_size  # the shares are equal
-        return result, tokens, seconds
+        return MadeStep(result, rate, tokens, seconds)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -137,7 +138,7 @@ class Loop:
             LostPeerError: another process ended during a save.
 
         """
-        end = self._end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
+        self._end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
         self._began = time.perf_counter() - self.progress.seconds
         self.display.start(step=self.progress.step, total=self.total_steps)
         try:
@@ -147,7 +148,7 @@ class Loop:
                 if self._evaluation_is_missing():
                     self._enter_phase(self.progress.step - 1)
                     self._evaluate()
-                while self.progress.step < end and (self._steps.in_flight or not self._must_stop()):
+                while self._has_next_step():
                     self._one_step()
                     self.checkpoints.poll()
                 self._save()
@@ -175,13 +176,17 @@ class Loop:
             self.folder.metrics.close()
             self.folder.evaluations.close()
 
+    def _has_next_step(self) -> bool:
+        """Whether there is another step; a run that must stop ends with the steps that are launched."""
+        if self.progress.step < self._end and self._must_stop():
+            self._end = self.progress.step + self._steps.in_flight
+        return self.progress.step < self._end
+
     def _one_step(self) -> None:
         entered = self._enter_phase(self.progress.step)
         phase = self.active.phase
         training, first = phase.training, self.progress.samples
-        fails = self.checkpoints.must_stop or self.recorder.must_stop
-        until = self.progress.step if fails or self._interrupt.received is not None else self._end
-        result, tokens, seconds = self._steps.make(self.progress.step, first, until=until)
+        result, rate, tokens, seconds = self._steps.make(self.progress.step, first, until=self._end)
         skipped = result.not_finite is not None
         if skipped:
             self._skip(_not_finite(result, phase=phase, progress=self.progress))
@@ -198,7 +203,7 @@ class Loop:
         self.recorder.record(
             result,
             progress=self.progress,
-            learning_rate=self.schedule.rate(self.progress.step - 1, peak=training.optimizer.learning_rate),
+            learning_rate=rate,
             epochs=self.active.epochs(self.progress.step, self.progress.samples),
             tokens=tokens,
             step_seconds=seconds,

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,15 @@ class StepResult:
             if not math.isfinite(value):
                 return quantity
         return None
+
+
+class MadeStep(NamedTuple):
+    """A step of a run: its measurements, learning rate, tokens over all ranks and duration."""
+
+    result: StepResult
+    learning_rate: float
+    tokens: int
+    seconds: float
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:

@@ -102,7 +102,10 @@ class _Run(threading.Thread):
     @property
     def is_ready(self) -> bool:
         """Whether the run does not wait for the device."""
-        return self._until is None or self._until()
+        try:
+            return self._until is None or self._until()
+        except RuntimeError:  # of the device, which the run reports
+            return True
 
     @property
     def seconds(self) -> float:
