@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import implicit_blocks as ib
-from trainer.optim.capturable import make_capturable, muon_step, newton_schulz_flops, orthogonalized
+from trainer.optim.capturable import (
+    make_capturable,
+    muon_step,
+    newton_schulz_flops,
+    orthogonalized,
+    undo_capturable,
+)
 from trainer.specs.optimizers import AdamWSpec, MuonSpec
 
 SHAPES = [(32, 16), (16, 32), (16, 16), (16, 32), (48, 16)]
@@ -96,6 +102,11 @@ def test_the_rate_of_both_parts_is_the_tensor_and_other_optimizers_are_left_as_t
         assert make_capturable(optimizer, rate, skip)
         adamw = getattr(optimizer, "adamw", optimizer)
         assert all(group["lr"] is rate and group["capturable"] for group in adamw.param_groups)
+        assert adamw.found_inf is skip
+        undo_capturable(optimizer)
+        assert all(group["lr"] == pytest.approx(1e-3) for group in adamw.param_groups)
+        assert not any(isinstance(group["lr"], Tensor) or group["capturable"] for group in adamw.param_groups)
+        assert not hasattr(adamw, "found_inf")
     other = torch.optim.NAdam(model.parameters(), lr=1e-3)
     assert not make_capturable(other, rate, skip)
 

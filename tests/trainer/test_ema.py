@@ -35,6 +35,23 @@ def averages_of(run: Run) -> dict[str, torch.Tensor]:
     return run.loop.average.tensors
 
 
+def test_updates_that_can_be_captured_equal_the_others() -> None:
+    """With a late start, a skipped step, and an average that begins at a skipped step."""
+    for skipped in ({4}, {3}, set[int]()):
+        model = nn.Linear(3, 4)
+        ours, theirs = (WeightAverage(model, decay=0.7, start=2) for _ in range(2))
+        updates = torch.tensor(0.0)
+        for step in range(1, 7):
+            if step not in skipped:
+                with torch.no_grad():
+                    model.weight.add_(torch.randn_like(model.weight))
+                theirs.update(step)
+                ours.count(step)
+            ours.capturable_update(torch.tensor(step), torch.tensor(float(step in skipped)), updates)
+            assert ours.updates == theirs.updates == int(updates)
+        torch.testing.assert_close(ours.tensors, theirs.tensors)
+
+
 def test_the_average_equals_torchs_averaged_model() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     average = WeightAverage(model, decay=0.7)

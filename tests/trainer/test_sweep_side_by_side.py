@@ -287,3 +287,29 @@ def test_an_invalid_request_is_refused(
     assert main([spec, "--output", str(tmp_path / "sweep"), *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "sweep" / "runs").exists()
+
+
+STUCK = """
+import sys, time
+from trainer.run.phases import ActivePhase
+from trainer.sweep.command import main
+
+ActivePhase.batch = lambda *given: time.sleep(600)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_interrupt_does_not_wait_for_a_step(spec: str, tmp_path: Path, python: Any) -> None:
+    folder = tmp_path / "sweep"
+    arguments = ["-c", STUCK, spec, "--output", str(folder), "--device", "cpu", "--side-by-side", "2"]
+    pid = python.start(arguments, cwd=Path(__file__).parents[2], outputs=tmp_path)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (folder / "runs" / "run" / "spec.yaml").is_file():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    for _ in range(2):
+        os.kill(pid, signal.SIGINT)
+        time.sleep(1.1)
+    assert python.wait(pid, timeout=60.0) == 130
+    assert "interrupted; continue by the same command" in (tmp_path / "stderr").read_text()
+    assert results(folder)[0]["status"] == "unfinished"

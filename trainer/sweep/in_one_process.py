@@ -7,7 +7,9 @@ leaves the device unusable.
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
 import signal
 import sys
 import threading
@@ -18,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.exit_codes import LOST
+from trainer.cli.exit_codes import INTERRUPTED, LOST
 from trainer.cli.train import main, prepare_environment
 from trainer.run.interrupt import SIGNALS, Interrupt
 from trainer.sweep.queue import Job, QueueStopped
@@ -82,6 +84,13 @@ def run_side_by_side(
         raise QueueStopped(interrupt.received)
 
 
+def _end_at_once(code: int) -> None:
+    """End the process without waiting for its threads."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 class _Run(threading.Thread):
     """A run in a thread, which works only during :meth:`advance`.
 
@@ -131,7 +140,9 @@ class _Run(threading.Thread):
             try:
                 self._has_paused.acquire()
             except KeyboardInterrupt:
-                self._has_paused.acquire(timeout=5.0)  # threads that pause do not disturb the end of Python
+                if not self._has_paused.acquire(timeout=1.0):
+                    # Python would abort where a thread is in a kernel.
+                    atexit.register(_end_at_once, INTERRUPTED)
                 raise
             self._random = random_state()
 
