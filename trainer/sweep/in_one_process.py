@@ -99,6 +99,7 @@ class _Run(threading.Thread):
 
     def __init__(self, job: Job, interrupt: Interrupt, *, device: torch.device, threads: int) -> None:
         super().__init__(name=job.name, daemon=True)
+        job.log.parent.mkdir(parents=True, exist_ok=True)
         self.job, self.interrupt = job, interrupt
         self.code: int | None = None
         """The exit code; None: the run has not ended."""
@@ -125,7 +126,6 @@ class _Run(threading.Thread):
         """Continue the run until it pauses or ends."""
         from trainer.checkpoint.rng import random_state, restore_random_state
 
-        self.job.log.parent.mkdir(parents=True, exist_ok=True)
         with (
             self.job.log.open("a", buffering=1, encoding="utf-8") as log,
             redirect_stdout(log),
