@@ -69,7 +69,7 @@ class LookAhead:
         self._device, self._model = eager.layout.ranks.device, eager.layout.model
         # Callbacks see the weights after each step, and may end the run there.
         self._at_once, self._queued = (1, 1) if eager.spec.callbacks else (AT_ONCE, QUEUED)
-        self._reason: str | None = None
+        self._reason: str | None = ""
         """Why the steps of the phase are not captured; None: they are."""
         self._captured: CapturedStep | None = None
         self._waiting: deque[_Launch] = deque()
@@ -91,7 +91,8 @@ class LookAhead:
             self._captured = None
         spec, model, before = self._eager.spec, self._model, self._reason
         self._reason = why_phase_not_captured(spec, self._eager.active.phase, self._device)
-        if spec.training.cuda_graphs and self._device.type == "cuda" and isinstance(model, CapturesGraphs):
+        changed = (self._reason is None) != (before is None)
+        if changed and spec.training.cuda_graphs and isinstance(model, CapturesGraphs):
             model.capture_graphs(self._reason is not None)  # of the map; the graph of a step contains it
         if self._reason is not None and self._reason != before:
             self._display.log(f"steps run eagerly, not as a captured CUDA graph: {self._reason}")
