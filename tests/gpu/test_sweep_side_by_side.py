@@ -85,18 +85,21 @@ def files(folder: Path) -> set[str]:
 def require_close(folder: Path, expected: Path, rel: float, searching: tuple[str, ...] = ()) -> None:
     """Require the metrics and evaluations of another run, with numbers up to rounding.
 
-    Rounding may change the iterations of the phases that are ``searching``.
+    Rounding may change the iterations of the phases that are ``searching``, and the gradients of these and
+    of the phases after them.
     """
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         found, wanted = list(read_metrics(folder / name)), list(read_metrics(expected / name))
         assert [row.keys() for row in found] == [row.keys() for row in wanted]
         assert [row["step"] for row in found] == [row["step"] for row in wanted]
+        searched = False
         for row, other in zip(found, wanted, strict=True):
+            searched |= row.get("phase") in searching
             assert row["loss"] == pytest.approx(other["loss"], rel=rel)
             for key in ("phase", "tokens", "samples", "learning_rate", "skipped", "weights"):
                 assert row.get(key) == other.get(key), key
             if name == "metrics.jsonl":
-                assert row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=0.2)
+                assert searched or row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=0.2)
                 assert row["accuracy"] == pytest.approx(other["accuracy"], abs=0.05)
                 if row["phase"] not in searching:
                     assert row["iterations"] == other["iterations"]

@@ -50,8 +50,8 @@ class _Launch:
     count: int
     rows: deque[list[float]] | None = None
     """The measurements of the steps that are still to be returned; None: they have not been read."""
-    seconds: float = 0.0
-    """Duration of each step."""
+    seconds: float | None = None
+    """Duration of each step; None: not known yet."""
 
 
 class LookAhead:
@@ -121,8 +121,9 @@ class LookAhead:
         launch = self._waiting[0]
         if launch.rows is None:
             self._turns.pause(until=lambda: launch.values.arrived)
-            launch.rows, now = deque(launch.values.read()), perf_counter()
-            launch.seconds, self._read_at = (now - self._read_at) / launch.count, now
+            launch.rows = deque(launch.values.read())
+            if launch.seconds is None:
+                self._time_arrived()
         values = launch.rows.popleft()
         if not launch.rows:
             self._waiting.popleft()
@@ -135,7 +136,18 @@ class LookAhead:
         if self._eager.average is not None and result.not_finite is None:
             self._eager.average.count(step + 1)
         rate = self._eager.schedule.rate(step, peak=phase.training.optimizer.learning_rate)
+        assert launch.seconds is not None
         return MadeStep(result, rate, phase.training.batch_size * phase.data.seq_len, launch.seconds)
+
+    def _time_arrived(self) -> None:
+        """Divide the time since the last results among the launches that have arrived since then.
+
+        Several may arrive during the turns of other runs.
+        """
+        arrived, now = [each for each in self._waiting if each.values.arrived], perf_counter()
+        for each in arrived:
+            each.seconds = (now - self._read_at) / sum(one.count for one in arrived)
+        self._read_at = now
 
     def _events_after(self, step: int) -> list[int]:
         """Return the next steps after ``step`` whose weights are evaluated, saved and exported."""
