@@ -396,8 +396,8 @@ def test_models_with_a_state_per_loop_decode_sequentially(prompts):
     [(1, 32, 8), (2, 32, 8), (3, 32, 4), (4, 32, 4), (5, 32, 1), (64, 32, 1), (1, 7, 4), (1, 3, 1)],
 )
 def test_the_default_of_fused_calls_fills_the_columns_of_a_product(texts, room, tokens):
-    assert in_flight.most_in_flight(None, max_batch_size=texts, max_seq_len=room, fused=True) == tokens
-    assert in_flight.most_in_flight(None, max_batch_size=texts, max_seq_len=room, fused=False) == 1
+    assert in_flight.most_in_flight(None, texts=texts, max_seq_len=room, fused=True) == tokens
+    assert in_flight.most_in_flight(None, texts=texts, max_seq_len=room, fused=False) == 1
 
 
 def test_more_tokens_in_flight_than_room_are_refused(tiny_model, prompts):

@@ -30,7 +30,7 @@ from implicit_blocks.decoding.slots.in_flight import most_in_flight, wavefront_o
 from implicit_blocks.decoding.slots.prefill import Prefill, check_prefill
 from implicit_blocks.decoding.slots.prompts import SlotPrompts
 from implicit_blocks.decoding.slots.quantized import quantized_search
-from implicit_blocks.decoding.slots.steps import admit, choose, fly
+from implicit_blocks.decoding.slots.steps import admit, fly, follow, search_tokens, slots_in_flight
 from implicit_blocks.decoding.slots.texts import (
     Chosen,
     Flown,
@@ -70,7 +70,7 @@ class ContinuousDecoder:
         max_batch_size: number of texts that are decoded simultaneously.
         max_seq_len: maximum number of tokens of a text, its prompt included.
         buckets: sizes of a step, each at most ``max_batch_size``; None: ``max_batch_size`` and its halves,
-            down to 1.
+            down to 1, and 4.
         window_length: number of tokens per window in which prompts are solved; None: one window.
         graphs: capture steps as CUDA graphs on a GPU, one for each of ``buckets``: a step is then one launch.
         state_dtype: dtype of states. ``torch.bfloat16`` applies to recurrent states such as Mamba2's, which
@@ -82,7 +82,7 @@ class ContinuousDecoder:
         max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
             decoding). 1 decodes them one after the other, as is done, with a line in the log, where a mixer
             or an option of the search does not support several. None: on a GPU where fused kernels compute
-            the whole call 8 for at most 2 texts and 4 for at most 4, otherwise 1.
+            the whole call 8 while at most 2 texts are active and 4 while at most 4 are, otherwise 1.
         search_dtype: ``torch.int8`` or ``torch.float8_e4m3fn``: iterations far from a token's fixed point
             read weights in 8 bits, with one scale per output; ``"auto"``: the faster of both. The last
             iterations, and therefore the solution, are in full precision. Tokens are then decoded one after
@@ -134,16 +134,17 @@ class ContinuousDecoder:
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
         options = SearchOptions.of_call(ContinuousDecoder, search)
-        in_flight = most_in_flight(
-            max_in_flight,
-            max_batch_size=max_batch_size,
-            max_seq_len=max_seq_len,
-            fused=graphs and self.on_gpu and search_dtype is None,
-        )
+        fused = graphs and self.on_gpu and search_dtype is None
+        self.numbers_in_flight = {
+            size: most_in_flight(max_in_flight, texts=size, max_seq_len=max_seq_len, fused=fused)
+            for size in self.buckets
+        }
+        """The maximum number of tokens in flight per text, by the size of a step."""
+        most = max(self.numbers_in_flight.values())
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,
-            max_seq_len=max_seq_len + in_flight - 1,  # keys are written for all tokens in flight
+            max_seq_len=max_seq_len + most - 1,  # keys are written for all tokens in flight
             options=options,
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
@@ -151,7 +152,9 @@ class ContinuousDecoder:
         )
         self.prompts = SlotPrompts(self.batch, window_length=window_length)
         self.quantized = quantized_search(self.batch, search_dtype, in_flight=max_in_flight)
-        self.wavefront = wavefront_of(self.batch, in_flight, asked=max_in_flight is not None)
+        self.wavefront = wavefront_of(self.batch, most, asked=max_in_flight is not None)
+        self.tokens_in_flight = 1
+        """The maximum number of tokens in flight per text now, which follows the number of active texts."""
         self.prefill: Prefill | None = None
         if prefill_chunk is not None:
             self.prefill = Prefill(self.batch, chunk=prefill_chunk, cache_bytes=prefix_cache_bytes)
@@ -165,6 +168,8 @@ class ContinuousDecoder:
         self._done: AsyncHostCopy | None = None  # the slots whose searches had ended after the last call
         self._chosen: deque[Chosen | Flown] = deque()  # tokens that are being copied to the host
         self._rows: list[int] = []  # of the last call
+        self._searched = 0  # single tokens in calls, summed over all calls
+        self._made: list[NewToken] = []  # tokens that are returned by the current step
         self.admission = Admission(gather_seconds)
         self.before_prompts: Callable[[], None] | None = None
         """Called before prompts are solved."""
@@ -209,7 +214,8 @@ class ContinuousDecoder:
         if self.wavefront is None:
             return CallStatistics(self.calls, 1.0, 0)
         tokens, windows, restarts = self.wavefront.counts_3.tolist()
-        return CallStatistics(self.calls, tokens / max(1, windows), restarts)
+        mean = (tokens + self._searched) / max(1, windows + self._searched)
+        return CallStatistics(self.calls, mean, restarts)
 
     @property
     def accepts_limits(self) -> bool:
@@ -259,31 +265,21 @@ class ContinuousDecoder:
         the end of a text by a stop token is noticed late.
         """
         admit(self)
-        size = self._point()
-        if not size:
+        busy = follow(self)
+        if not busy:
             return self._collected()
-        if self.wavefront is not None:
+        size = self._point(busy)
+        searching = len(busy) if self.tokens_in_flight == 1 else len(busy) - len(slots_in_flight(self))
+        if self.wavefront is not None and not searching:
             fly(self, self.wavefront, size)
-            return self._collected(before=self.calls if self.on_gpu else None)
-        committing = [] if self.on_gpu else self._committing()
-        before = self._done
-        if self.quantized is not None and self.quantized.wants(self.texts, size=size):
-            self.quantized.step(size)
         else:
-            self.batch.step(size, commit=self.on_gpu or bool(committing))
-        self._done = AsyncHostCopy(self.batch.search.done)
-        if self.quantized is not None:
-            self.quantized.read(calls=self.calls, wait=not self.on_gpu)
-        if self.on_gpu:
-            committing = self._committing(before)
-        self.calls += self.batch.loops
-        self.rows_called += size * self.batch.loops
-        choose(self, committing)
+            self._searched += searching
+            search_tokens(self, size)
         return self._collected(before=self.calls if self.on_gpu else None)
 
     def _committing(self, done: AsyncHostCopy | None = None) -> list[int]:
         """Return the slots that commit in the call after the one that ``done`` belongs to."""
-        in_work = [(slot, text) for slot, text in enumerate(self.texts) if text is not None]
+        in_work = [(slot, text) for slot, text in enumerate(self.texts) if text and not text.in_flight]
         if self.batch.search.solver is None:
             return [slot for slot, _ in in_work]
         done = done if done is not None else self._done
@@ -292,11 +288,8 @@ class ContinuousDecoder:
         flags = done.read()
         return [slot for slot, text in in_work if flags[slot] and text.begun < self.calls]
 
-    def _point(self) -> int:
-        """Set the slots of the next call and return their number, 0 if none is busy."""
-        busy = [slot for slot, text in enumerate(self.texts) if text is not None]
-        if not busy:
-            return 0
+    def _point(self, busy: list[int]) -> int:
+        """Set the slots of the next call, at least these, and return their number."""
         size = next(size for size in self.buckets if size >= len(busy))
         rows = filled_up(self.texts, busy, size)
         if rows != self._rows:
@@ -308,7 +301,7 @@ class ContinuousDecoder:
 
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
         """Return the tokens chosen before this call, or all; end texts at stop tokens."""
-        made: list[NewToken] = []
+        made, self._made = self._made, []
         searched = self.batch.search.rule is not None
         while self._chosen and (before is None or self._chosen[0].call < before):
             for slot, text, new in self._chosen.popleft().read(searched=searched):
@@ -327,9 +320,9 @@ class ContinuousDecoder:
 
 
 def _sizes_of_steps(buckets: Sequence[int] | None, slots: int) -> list[int]:
-    """Return the sizes of steps, ascending; by default the number of slots and its halves."""
+    """Return the sizes of steps, ascending; by default the number of slots, its halves and 4."""
     halves = {-(-slots // (1 << times)) for times in range(slots.bit_length() + 1)}
-    sizes = halves if buckets is None else {*buckets, slots}
+    sizes = halves | {min(4, slots)} if buckets is None else {*buckets, slots}
     if not all(1 <= size <= slots for size in sizes):
         raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to {slots} (slots)")
     return sorted(sizes)

@@ -55,12 +55,13 @@ class Flight(NamedTuple):
     """The solver's state."""
 
     @classmethod
-    def empty(cls, solver: Solver, *, slots: int, tokens: int, width: int, like: Tensor) -> Flight:
-        """Return windows without tokens; ``like`` gives the device and the dtype of points."""
-        points = like.new_zeros(slots, tokens, width)
-        precision = torch.promote_types(like.dtype, torch.float32)
-        numbers = torch.zeros(slots, tokens, device=like.device, dtype=precision)
-        counts = torch.zeros(slots, tokens, device=like.device, dtype=torch.int64)
+    def empty(cls, solver: Solver, *, tokens: int, like_SC: Tensor) -> Flight:
+        """Return windows without tokens; ``like_SC`` has a point of each slot."""
+        slots, width = like_SC.shape
+        points = like_SC.new_zeros(slots, tokens, width)
+        precision = torch.promote_types(like_SC.dtype, torch.float32)
+        numbers = points.new_zeros(slots, tokens, dtype=precision)
+        counts = points.new_zeros(slots, tokens, dtype=torch.int64)
         flags = torch.zeros_like(counts, dtype=torch.bool)
         state = pytree.tree_map(
             lambda leaf: leaf.unflatten(0, (slots, tokens)).clone(), solver.init(points.flatten(0, 1))

@@ -1,10 +1,15 @@
-"""How many tokens are in flight by default, and where a model does not support several."""
+"""How many tokens are in flight by default, how the number falls, and which models do not support several.
+
+Shape legend: S slots.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
+
+import torch
 
 from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.wavefront import Wavefront
@@ -26,12 +31,12 @@ SIZES = (8, 4)
 """The default numbers of tokens in flight of a text, the first of which fits into the columns of a call."""
 
 
-def most_in_flight(asked: int | None, *, max_batch_size: int, max_seq_len: int, fused: bool) -> int:
+def most_in_flight(asked: int | None, *, texts: int, max_seq_len: int, fused: bool) -> int:
     """Return the maximum number of tokens in flight per text; 1: sequential decoding.
 
     Args:
         asked: the number asked for; None: the default.
-        max_batch_size: the number of texts: calls with many of them are bound by arithmetic.
+        texts: the number of texts in a call: calls on many of them are bound by arithmetic.
         max_seq_len: the room of a text in tokens.
         fused: whether calls are captured, with weights in full precision: other calls cost more for every
             token in flight.
@@ -48,8 +53,33 @@ def most_in_flight(asked: int | None, *, max_batch_size: int, max_seq_len: int, 
                 f"most {max_seq_len}, or increase max_seq_len"
             )
         return asked
-    fitting = (size for size in SIZES if size * max_batch_size <= COLUMNS and size <= max_seq_len)
+    fitting = (size for size in SIZES if size * texts <= COLUMNS and size <= max_seq_len)
     return next(fitting, 1) if fused else 1
+
+
+def drain(wavefront: Wavefront, call: Callable[[], None]) -> None:
+    """Commit all solved tokens by a ``call``, and drop the provisional ones.
+
+    Every slot that continues then has one token in flight, which begins anew.
+    """
+    flight, count_S, lengths_S = wavefront.flight, wavefront.count_S, wavefront.batch.lengths_S
+    flying_S, solved_S = count_S > 0, flight.done.sum(1)
+    at_S1 = solved_S.clamp(max=wavefront.tokens - 1)[:, None]
+    begun_S = (count_S > solved_S) & ~flight.fresh.gather(1, at_S1)[:, 0]
+    wavefront.counts_3[2] += begun_S.sum()
+    count_S.copy_(solved_S)
+    call()
+    count_S.copy_(flying_S & (lengths_S < wavefront.limit_S))
+    flight.fresh[:, 0] = count_S > 0
+
+
+def land(wavefront: Wavefront) -> None:
+    """Return the single tokens in flight of all slots to the batch, as ``drain`` leaves them."""
+    batch, flying_S = wavefront.batch, wavefront.count_S > 0
+    batch.tokens_S.copy_(torch.where(flying_S, wavefront.flight.tokens[:, 0], batch.tokens_S))
+    batch.busy_S |= flying_S
+    wavefront.count_S.zero_()
+    wavefront.flight.fresh.zero_()
 
 
 def wavefront_of(batch: SlotBatch, tokens: int, *, asked: bool) -> Wavefront | None:

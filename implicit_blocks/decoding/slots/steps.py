@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.decoding.slots.batch import report_searches
+from implicit_blocks.decoding.slots.in_flight import drain, land
 from implicit_blocks.decoding.slots.prefill import Prefill
 from implicit_blocks.decoding.slots.texts import (
     Chosen,
     Flown,
+    Text,
     by_rule,
     draw_in_flight,
     draw_tokens,
@@ -45,6 +47,7 @@ def admit(decoder: ContinuousDecoder) -> None:
             if decoder.before_prompts is not None:
                 decoder.before_prompts()
             began = time.perf_counter()
+        follow(decoder, [text for _, text in entering])
         for group in decoder.prompts.groups(entering):
             for slot, text in group:
                 decoder.texts[slot] = text
@@ -74,7 +77,7 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
     places = decoder.batch.places("choose", size)
     logits = places.logits_RV.clone()  # the model's, which processors change
     draw_tokens(decoder.batch, places, texts)
-    if decoder.wavefront is None:
+    if decoder.wavefront is None or decoder.tokens_in_flight == 1:
         decoder.batch.begin(size)
         if decoder.quantized is not None:
             decoder.quantized.begin(places.rows_R, places.where_R & places.on_R)
@@ -85,8 +88,9 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
             decoder.wavefront.enter(
                 rows[place], prompt=length, count=request.max_new_tokens, seed=request.seed
             )
+            text.in_flight = True
         report_searches(decoder.batch, size)
-        decoder.wavefront.begin(places.rows_R, places.where_R & places.on_R)
+        decoder.wavefront.begin(places.rows_R, places.where_R, places.on_R)
     decoder._chosen.append(Chosen(decoder.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
     for text in texts.values():
         text.chosen += 1
@@ -101,8 +105,103 @@ def _admit_chunk(decoder: ContinuousDecoder, prefill: Prefill) -> None:
     entering = prefill.texts
     ready = prefill.step()
     if ready is not None:
+        follow(decoder, [entering[ready]])
         decoder.texts[ready] = entering[ready]
         choose(decoder, [ready])
+
+
+def follow(decoder: ContinuousDecoder, entering: Sequence[Text] = ()) -> list[int]:
+    """Set the number of tokens in flight for the texts that are active and ``entering``.
+
+    Texts change between sequential decoding and the wavefront after a committed token. From sequential
+    decoding each one changes when its token is committed, and then waits for the others. To sequential
+    decoding, or to fewer tokens in flight, all change together: tokens that are not solved begin anew.
+
+    Returns:
+        The slots of active texts.
+
+    """
+    busy, wavefront = _active(decoder), decoder.wavefront
+    if wavefront is None:
+        return busy
+    tokens = _most_in_flight(decoder, busy, entering)
+    if tokens < decoder.tokens_in_flight and (flying := slots_in_flight(decoder)):
+        if flying == busy:  # otherwise they wait for other texts, and none has a solved token
+            _drain(decoder, wavefront, flying)
+            busy = flying = _active(decoder)
+            tokens = _most_in_flight(decoder, busy, entering)
+        if tokens == 1 and flying:
+            _land(decoder, wavefront, flying)
+    if tokens > 1:
+        wavefront.resize(tokens)
+    decoder.tokens_in_flight = tokens
+    return busy
+
+
+def _active(decoder: ContinuousDecoder) -> list[int]:
+    return [slot for slot, text in enumerate(decoder.texts) if text is not None]
+
+
+def slots_in_flight(decoder: ContinuousDecoder) -> list[int]:
+    """Return the slots of active texts with tokens in flight."""
+    return [slot for slot, text in enumerate(decoder.texts) if text is not None and text.in_flight]
+
+
+def _most_in_flight(decoder: ContinuousDecoder, busy: Sequence[int], entering: Sequence[Text]) -> int:
+    """Return the maximum number of tokens in flight of active and ``entering`` texts.
+
+    It is 1 for texts with processors, which the host calls for every token, if it is 1 for a full batch.
+    """
+    count = len(busy) + len(entering)
+    tokens = decoder.numbers_in_flight[next(size for size in decoder.buckets if size >= count)]
+    if tokens == 1 or decoder.numbers_in_flight[decoder.buckets[-1]] > 1:
+        return tokens
+    texts = [*entering, *(decoder.texts[slot] for slot in busy)]
+    return 1 if any(text is not None and text.tokens_T is not None for text in texts) else tokens
+
+
+def _drain(decoder: ContinuousDecoder, wavefront: Wavefront, slots: list[int]) -> None:
+    """Commit all solved tokens, drop the provisional ones, and read the tokens chosen so far."""
+    size = decoder._point(slots)
+    wavefront.resize(decoder.numbers_in_flight[size])
+    drain(wavefront, lambda: fly(decoder, wavefront, size))
+    decoder._made = decoder._collected()
+    for text in decoder.texts:
+        if text is not None:
+            text.chosen = text.made
+
+
+def _land(decoder: ContinuousDecoder, wavefront: Wavefront, slots: list[int]) -> None:
+    """Continue texts with one token in flight by sequential decoding."""
+    land(wavefront)
+    size = next(size for size in decoder.buckets if size >= len(slots))
+    rows = filled_up(decoder.texts, slots, size)
+    where = [slot in slots for slot in rows]
+    decoder.batch.point("choose", rows, where, where)
+    decoder.batch.begin(size)
+    for slot in slots:
+        text = decoder.texts[slot]
+        assert text is not None
+        text.in_flight, text.begun = False, decoder.calls
+
+
+def search_tokens(decoder: ContinuousDecoder, size: int) -> None:
+    """Call the map on the tokens of texts without tokens in flight, and choose those after solved ones."""
+    batch, quantized = decoder.batch, decoder.quantized
+    committing = [] if decoder.on_gpu else decoder._committing()
+    before = decoder._done
+    if quantized is not None and quantized.wants(decoder.texts, size=size):
+        quantized.step(size)
+    else:
+        batch.step(size, commit=decoder.on_gpu or bool(committing))
+    decoder._done = AsyncHostCopy(batch.search.done)
+    if quantized is not None:
+        quantized.read(calls=decoder.calls, wait=not decoder.on_gpu)
+    if decoder.on_gpu:
+        committing = decoder._committing(before)
+    decoder.calls += batch.loops
+    decoder.rows_called += size * batch.loops
+    choose(decoder, committing)
 
 
 def fly(decoder: ContinuousDecoder, wavefront: Wavefront, size: int) -> None:

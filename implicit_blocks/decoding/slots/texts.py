@@ -72,14 +72,15 @@ class NewToken(NamedTuple):  # which is made three times faster than a frozen da
 class Text:
     """An active text: its request, the number of tokens ``chosen``, and the number returned (``made``).
 
-    ``begun`` is the call of the map after which its last token was chosen.
+    ``begun`` is the call of the map after which its last token was chosen. ``in_flight``: its tokens are
+    searched by the wavefront, not one after the other.
     """
 
     def __init__(self, number: int, request: Request, ids: Tensor) -> None:
         self.number, self.request, self.ids = number, request, ids
         self.length = ids.shape[1]
         self.chosen = self.made = self.begun = 0
-        self.ended = False
+        self.ended = self.in_flight = False
         count, sampling = request.max_new_tokens, request.sampling
         seeds = seeds_of(request.seed, 1)
         self.keys_N = noise_keys(seeds, count, device=ids.device)[0] if sampling.draws else None

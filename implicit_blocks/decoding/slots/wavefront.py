@@ -79,7 +79,7 @@ class Wavefront:
 
     Args:
         batch: the slots, whose mixers serve windows, with room for W − 1 more tokens than texts can have.
-        tokens: W, the maximum number of tokens in flight per slot.
+        tokens: W, the maximum number of tokens in flight per slot, which ``resize`` changes.
 
     """
 
@@ -87,9 +87,8 @@ class Wavefront:
         solver = batch.search.solver
         assert solver is not None
         self.batch, self.tokens, self.solver = batch, tokens, solver
-        like_SC = batch.search.z
-        slots, width = like_SC.shape
-        self.flight = Flight.empty(solver, slots=slots, tokens=tokens, width=width, like=like_SC)
+        self.flight = Flight.empty(solver, tokens=tokens, like_SC=batch.search.z)
+        self._flights = {tokens: self.flight}
         self.count_S = torch.zeros_like(batch.lengths_S)
         """The number of tokens in flight of each slot."""
         self.limit_S = torch.zeros_like(batch.lengths_S)
@@ -106,6 +105,17 @@ class Wavefront:
         self._results: dict[int, Results] = {}
         self._inputs: tuple[list[int], Inputs] | None = None
 
+    def resize(self, tokens: int) -> None:
+        """Set W, to at most that of the constructor; a lower W requires ``drain``.
+
+        Calls on one number of slots always have the same W, with which they are captured.
+        """
+        if tokens not in self._flights:
+            self._flights[tokens] = Flight.empty(self.solver, tokens=tokens, like_SC=self.batch.search.z)
+        if tokens != self.tokens:
+            self._flights[tokens].put(None, self.flight.take(None, tokens))
+            self.flight, self.tokens = self._flights[tokens], tokens
+
     # ------------------------------------------------------------------------------------ texts
 
     def enter(self, slot: int, *, prompt: int, count: int, seed: int) -> None:
@@ -113,9 +123,13 @@ class Wavefront:
         self.prompt_S[slot], self.limit_S[slot], self.seed_S[slot] = prompt, prompt + count - 1, seed
         self.leave(slot)
 
-    def begin(self, rows_R: Tensor, on_R: Tensor) -> None:
-        """Begin with the tokens chosen after the prompts, in the slots where ``on_R`` (R,) is True."""
-        on = on_R & (self.batch.lengths_S[rows_R] < self.limit_S[rows_R])
+    def begin(self, rows_R: Tensor, where_R: Tensor, on_R: Tensor) -> None:
+        """Begin with the chosen tokens of the slots where ``where_R`` and ``on_R``, (R,), are True.
+
+        The batch searches no tokens in the slots where ``where_R`` is True.
+        """
+        self.batch.busy_S[rows_R] &= ~where_R
+        on = where_R & on_R & (self.batch.lengths_S[rows_R] < self.limit_S[rows_R])
         first = self.flight.tokens[:, 0]
         first[rows_R] = torch.where(on, self.batch.tokens_S[rows_R], first[rows_R])
         self.flight.fresh[rows_R, 0] |= on
