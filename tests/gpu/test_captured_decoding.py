@@ -310,15 +310,19 @@ def test_a_few_texts_have_several_tokens_in_flight_by_default(caplog):
     in_flight.report_sequential.cache_clear()  # a test before may have caused the same report
     model = built("mamba2")
 
-    def tokens(**options):
-        options = {"max_batch_size": 4, "max_seq_len": 96} | options
-        wavefront = ContinuousDecoder(model, **options).wavefront
-        return 1 if wavefront is None else wavefront.tokens
+    def tokens(*, texts=4, **options):
+        options = {"max_batch_size": texts, "max_seq_len": 96} | options
+        decoder = ContinuousDecoder(model, **options)
+        for _ in range(texts):
+            decoder.submit(Request(prompt=[1], max_new_tokens=2))
+        decoder.step()
+        return 1 if decoder.wavefront is None else decoder.tokens_in_flight
 
-    assert tokens() == tokens(max_batch_size=3) == 4
-    assert tokens(max_batch_size=2) == tokens(max_batch_size=1) == 8
+    assert tokens() == tokens(texts=3) == tokens(max_batch_size=16) == 4
+    assert tokens(texts=2) == tokens(texts=1) == tokens(texts=2, max_batch_size=16) == 8
     for options in (
-        {"max_batch_size": 5},
+        {"texts": 5},
+        {"texts": 5, "max_batch_size": 16},
         {"max_seq_len": 3},
         {"graphs": False},
         {"search_dtype": torch.int8},
@@ -333,6 +337,77 @@ def test_a_few_texts_have_several_tokens_in_flight_by_default(caplog):
     assert found.tokens.tolist() == expected.tokens.tolist()
     assert found.statistics.calls < expected.statistics.calls
     assert found.statistics.tokens_in_flight > 1
+
+
+def in_large_batch(model, *, texts, sampling=None, **options):
+    """Return a decoder and the new tokens of the first ``texts`` of 12 requests; all enter together."""
+    options = {"max_batch_size": 16, "max_seq_len": 120} | options
+    decoder = ContinuousDecoder(model, **options)
+    for row, prompt in enumerate([*prompts(), *prompts()][:texts]):
+        request = {"max_new_tokens": 48 if row < 2 else 6 + row, "sampling": sampling or Sampling()}
+        decoder.submit(Request(prompt=prompt, seed=row, **request))
+    made = defaultdict(list)
+    for new in decoder.run():
+        made[new.request].append(new)
+    return decoder, [made[row] for row in range(texts)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_one_text_in_a_large_batch_takes_the_calls_of_a_batch_of_one(mixer, sampling):
+    model = built(mixer)
+    alone, expected = in_large_batch(model, texts=1, sampling=sampling, max_batch_size=1)
+    decoder, found = in_large_batch(model, texts=1, sampling=sampling)
+    one_by_one, sequential = in_large_batch(model, texts=1, sampling=sampling, max_in_flight=1)
+    assert all_captured(decoder)
+    assert_same(found, expected, atol=5e-3)
+    assert_same(found, sequential, atol=5e-3)
+    assert decoder.tokens_in_flight == decoder.wavefront.tokens == 8
+    assert decoder.calls <= 1.1 * alone.calls
+    assert decoder.calls < one_by_one.calls
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_texts_of_a_large_batch_are_those_of_sequential_decoding(mixer, sampling):
+    """Twelve texts, all but two of which end early: 1, then 4, then 8 tokens in flight."""
+    model = built(mixer)
+    decoder, found = in_large_batch(model, texts=12, sampling=sampling)
+    one_by_one, expected = in_large_batch(model, texts=12, sampling=sampling, max_in_flight=1)
+    assert all_captured(decoder)
+    assert_same(found, expected, atol=5e-3)
+    assert {size for name, size in decoder.batch.captured.graphs if name == "step"} >= {16}
+    names = ("wave", "decide") if sampling.draws else ("advance",)
+    assert {name for name, size in decoder.batch.captured.graphs if size == 2} >= set(names)
+    assert decoder.calls < one_by_one.calls
+    assert 1 < decoder.statistics.tokens_in_flight < 8
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_texts_that_enter_beside_tokens_in_flight_are_those_of_sequential_decoding(mixer):
+    """One text has 8 tokens in flight when eleven enter, and again when they have ended."""
+    model, found = built(mixer), []
+    for asked in (None, 1):
+        decoder = ContinuousDecoder(model, max_batch_size=16, max_seq_len=120, max_in_flight=asked)
+        made, numbers = defaultdict(list), []
+        waiting = [
+            Request(prompt=prompt, max_new_tokens=48 if row == 0 else 4 + row, seed=row)
+            for row, prompt in enumerate([*prompts(), *prompts()])
+        ]
+        decoder.submit(waiting.pop(0))
+        while decoder.busy:
+            for new in decoder.step():
+                made[new.request].append(new)
+            if waiting and len(made[0]) >= 8:
+                for request in waiting:
+                    decoder.submit(request)
+                waiting = []
+            if decoder.tokens_in_flight not in numbers[-1:]:
+                numbers.append(decoder.tokens_in_flight)
+        assert all_captured(decoder)
+        assert numbers == ([1] if asked else [8, 1, 4, 8])
+        found.append([made[row] for row in range(12)])
+    assert_same(found[0], found[1], atol=5e-3)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -134,3 +134,33 @@ def test_texts_are_those_of_the_layers_own_operators(mixer, model, slots, tokens
         assert len(news) == count
         for new, old in zip(news, olds, strict=True):
             torch.testing.assert_close(new.logits, old.logits, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the default number of tokens in flight is that of a GPU")
+@pytest.mark.parametrize("model", ["residual", "attractor", "prelude", "options"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_prelude_and_coda_commit_each_token_once_while_the_number_in_flight_changes(mixer, model):
+    """Sequential decoding commits the prelude's token before its search, the wavefront after it."""
+    whole, found = built(mixer, model), []
+    for asked in (None, 1):
+        decoder = ContinuousDecoder(whole, max_batch_size=8, max_seq_len=40, max_in_flight=asked)
+        made, numbers = defaultdict(list), []
+        waiting = [
+            Request(prompt=PROMPTS[row % 4], max_new_tokens=28 if row == 0 else 2 + row) for row in range(8)
+        ]
+        decoder.submit(waiting.pop(0))
+        while decoder.busy:
+            for new in decoder.step():
+                made[new.request].append(new)
+            if waiting and len(made[0]) >= 4:
+                for request in waiting:
+                    decoder.submit(request)
+                waiting = []
+            if decoder.tokens_in_flight not in numbers[-1:]:
+                numbers.append(decoder.tokens_in_flight)
+        assert numbers == ([1] if asked else [8, 1, 4, 8])
+        found.append([made[row] for row in range(8)])
+    for news, olds in zip(*found, strict=True):
+        assert [new.token for new in news] == [old.token for old in olds]
+        for new, old in zip(news, olds, strict=True):
+            torch.testing.assert_close(new.logits, old.logits, atol=5e-3, rtol=1e-3)
