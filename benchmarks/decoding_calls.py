@@ -2,6 +2,7 @@
 
     python benchmarks/decoding_calls.py runs/books_5m runs/books_5m_mamba2 --prompts 100
     python benchmarks/decoding_calls.py --tiny              # random weights: check that it runs
+    python benchmarks/decoding_calls.py RUN --times-only --modes wavefront default --max-batch-size 16
 
 Prompts are consecutive parts of ``--data``, a folder of tokens (default: that of the run), or random tokens.
 Each is continued by ``--tokens`` tokens, for each tolerance, greedily and sampled. Counts are those of texts
@@ -13,8 +14,9 @@ over tokens of the largest error of a logit, compared with sequential decoding a
 tolerance, up to the token where the texts part.
 
 Modes: *wavefront*, each number of tokens ``--in-flight``; *int8*, sequential, with searches that begin with
-weights in 8 bits. A call is one call of the core on the tokens in flight; sequential decoding commits a token
-with a further call.
+weights in 8 bits; *default*, the decoder's number of tokens in flight. The texts that are timed are alone in
+a decoder for ``--max-batch-size`` texts. A call is one call of the core on the tokens in flight; sequential
+decoding commits a token with a further call.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from implicit_blocks.decoding import ContinuousDecoder, NewToken, Request, Sampl
 from implicit_blocks.decoding.sampling import noise_keys
 from implicit_blocks.ops.noise import gumbel_at
 
-MODES = ("sequential", "wavefront", "int8")
+MODES = ("sequential", "wavefront", "int8", "default")
 
 
 def main() -> None:
@@ -50,9 +52,10 @@ def main() -> None:
     parser.add_argument("--tolerances", nargs="+", type=float, default=[1e-2, 1e-3])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to measure; sequential first"
+        "--modes", nargs="+", choices=MODES, default=MODES[:3], help="modes to measure; sequential first"
     )
     parser.add_argument("--in-flight", nargs="+", type=int, default=[8], help="tokens in flight per text")
+    parser.add_argument("--max-batch-size", type=int, default=1, help="slots of decoders that are timed")
     parser.add_argument("--bfloat16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--rows", type=int, default=4, help="texts decoded together, to compare")
     parser.add_argument("--max-iterations", type=int, default=200)
@@ -116,7 +119,10 @@ def measure(
     model: Any, prompts: list[list[int]], tolerance: float, temperature: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     modes = {
-        name: (int(name.split()[1]) if mode == "wavefront" else 1, torch.int8 if mode == "int8" else None)
+        name: (
+            None if mode == "default" else int(name.split()[1]) if mode == "wavefront" else 1,
+            torch.int8 if mode == "int8" else None,
+        )
         for mode in dict.fromkeys(("sequential", *arguments.modes))
         for name in ([f"{mode} {count}" for count in arguments.in_flight] if mode == "wavefront" else [mode])
     }
@@ -143,14 +149,18 @@ def measure(
 
 def timed_alone(
     model: Any,
-    modes: dict[str, tuple[int, torch.dtype | None]],
+    modes: dict[str, tuple[int | None, torch.dtype | None]],
     prompts: list[list[int]],
     tolerance: float,
     temperature: float,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Time the texts one by one, each in every mode before the next."""
-    decoders = {mode: decoder_of(model, 1, *how, tolerance, arguments) for mode, how in modes.items()}
+    slots = arguments.max_batch_size
+    decoders = {
+        mode: decoder_of(model, slots, *how, tolerance, arguments, buckets=[1, slots])
+        for mode, how in modes.items()
+    }
     for decoder in decoders.values():
         decoded(decoder, prompts[-1:], [0], temperature, arguments)  # compiles and captures
     before = {mode: decoder.calls for mode, decoder in decoders.items()}
@@ -191,10 +201,11 @@ def _share(texts: list[list[NewToken]]) -> float:
 def decoder_of(
     model: Any,
     rows: int,
-    in_flight: int,
+    in_flight: int | None,
     search_dtype: torch.dtype | None,
     tolerance: float,
     arguments: argparse.Namespace,
+    buckets: list[int] | None = None,
 ) -> ContinuousDecoder:
     """Return a decoder of at most ``rows`` texts at a time."""
     low = getattr(arguments, "bfloat16", False)
@@ -202,7 +213,7 @@ def decoder_of(
         return ContinuousDecoder(
             model,
             max_batch_size=rows,
-            buckets=[rows],
+            buckets=buckets or [rows],
             max_seq_len=arguments.context + arguments.tokens,
             max_in_flight=in_flight,
             search_dtype=search_dtype,
