@@ -68,7 +68,7 @@ def sweep(spec: str, folder: Path, *arguments: str, side_by_side: int = 2) -> in
 def test_the_time_of_steps_whose_results_arrive_together_is_divided_among_them(
     spec: str, tmp_path: Path, ahead: None
 ) -> None:
-    """Of two launches that arrive during the turns of other runs, the second does not seem to take no time."""
+    """Two launches that arrive during the turns of other runs share the time since the last results."""
     assert sweep(spec, tmp_path / "sweep", "training.evaluate_every=6", "training.checkpoint_every=6") == 0
     found = list(read_metrics(tmp_path / "sweep" / "runs" / "run" / "metrics.jsonl"))
     times = [row["step_seconds"] for row in found]
