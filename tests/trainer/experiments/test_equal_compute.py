@@ -286,6 +286,7 @@ def test_marks_name_early_ends_skipped_steps_other_grids_and_missing_convergence
     assert "skipped" in marks(row(skipped_steps=1))[0]
     assert "not on the grid" in marks(row(replace(BASE, weight_decay=7.0)), GRID)[0]
     assert "did not converge" in marks(row(measured=measured))[0]
+    assert "at most these FLOPs" in marks(row(replace(BASE, bounded=True)))[0]
     assert converged_share(row(measured=measured)) == 0.5
 
 

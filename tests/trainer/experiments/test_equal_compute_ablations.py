@@ -55,6 +55,8 @@ def test_a_search_of_a_known_number_of_iterations_keeps_a_budget() -> None:
     assert run_flops(spec_of(known, Path("tokens"))) == pytest.approx(1e12, rel=0.03)
     with pytest.raises(ValueError, match=r"stopping\.tolerance: 0"):
         spec_of(Recipe(**ROW, changes=SEARCH), Path("tokens"))
+    bounded = spec_of(Recipe(**ROW, changes=SEARCH, bounded=True), Path("tokens"))
+    assert run_flops(bounded, bound=True) == pytest.approx(1e12, rel=0.03)
 
 
 def test_every_row_of_the_ablations_executes_the_same_flops(ablations: Any) -> None:
@@ -64,7 +66,7 @@ def test_every_row_of_the_ablations_executes_the_same_flops(ablations: Any) -> N
     assert max(len(recipe.name) for recipe in recipes) < 200
     for (eager, _), recipe in zip(rows, recipes, strict=True):
         spec = spec_of(recipe, Path("tokens"))
-        assert run_flops(spec) == pytest.approx(1.83e15, rel=0.001), recipe.shape
+        assert run_flops(spec, bound=recipe.bounded) == pytest.approx(1.83e15, rel=0.001), recipe.shape
         kinds = {phase.model.depth.kind for phase in spec.phase_specs() if recipe.loops}
         assert eager == ("until_converged" in kinds), recipe.shape
 

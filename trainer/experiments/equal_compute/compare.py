@@ -146,6 +146,8 @@ def marks(row: Row, grid: Grid | None = None) -> list[str]:
         found.append(f"ended early (step {row['steps']} of {row['planned_steps']})")
     if row["skipped_steps"]:
         found.append(f"{row['skipped_steps']} steps skipped")
+    if row["recipe"].get("bounded"):
+        found.append("executed at most these FLOPs: searches count with their maximum of iterations")
     if grid is not None:
         recipe = recipe_of(row)
         for word, value, values in (

@@ -59,6 +59,8 @@ class Recipe:
     learning_rate: float
     weight_decay: float
     petaflops: float
+    bounded: bool = False
+    """Whether a search that stops at a tolerance counts with its maximum of iterations, or is refused."""
     share: float = 1.0
     seed: int = 0
     weight_norm: bool = False
@@ -190,7 +192,8 @@ def spec_of(recipe: Recipe, data: Path) -> RunSpec:
 
     """
     one = _validated(recipe, data, steps=1000)
-    steps = math.floor(1000 * recipe.share * recipe.petaflops * 1e15 / run_flops(one) + 1e-9)
+    executed = run_flops(one, bound=recipe.bounded)
+    steps = math.floor(1000 * recipe.share * recipe.petaflops * 1e15 / executed + 1e-9)
     if steps < 2:
         raise ValueError(f"{recipe.name}: {recipe.petaflops:g} PFLOP are below two steps; raise petaflops")
     return _validated(recipe, data, steps=steps)

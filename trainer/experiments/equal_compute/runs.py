@@ -87,7 +87,7 @@ def train_recipes(
             if compile_layers:
                 training = spec.training.model_copy(update={"compile_layers": True})
                 spec = spec.model_copy(update={"training": training})
-            queue.append(Planned(recipe.name, spec, run_flops(spec), recipe.averages))
+            queue.append(Planned(recipe.name, spec, run_flops(spec, bound=recipe.bounded), recipe.averages))
     log(f"{len(recipes) - len(queue)} of {len(recipes)} runs are finished")
     measuring = [0.0]
 
