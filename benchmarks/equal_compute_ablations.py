@@ -31,12 +31,25 @@ Row = dict[str, Any]
 COMMON: Row = {**LLAMA, "learning_rate": 2e-3, "weight_decay": 1.5}
 THROUGHOUT: Row = {"layers": [1, 2, 1], "loops": 3}
 RATES = "{kind: warmup_constant_sqrt, warmup: 0.02, decay: 0.3, final_learning_rate: 1e-5}"
+MAMBA2: Row = {
+    "family": "mamba2", "width": 320, "weight_norm": True, "weight_decay": 2.0,
+    "average": [0.99, 0.995, 0.998, 0.999, 0.9995],
+}  # fmt: skip
 SEARCHED = (
     "model.depth.kind=until_converged",
     "model.stopping={tolerance: 0, max_iterations: 3}",
     "phases=[{name: three, until: 0.8}, {name: end, model: {stopping: {max_iterations: 8}}}]",
 )
 """A search of 3 iterations, and of 8 in the last fifth, in the place of loops; all of them are executed."""
+TO_TOLERANCE = (
+    *SEARCHED[:2],
+    "phases=[{name: three, until: 0.8}, {name: end, until: 0.95, model: {stopping: {max_iterations: 8}}}, "
+    "{name: last, model: {stopping: {tolerance: 0.01, max_iterations: 16}}}]",
+)
+"""The same with a search to a tolerance in the last twentieth, whose FLOPs are bounded by its maximum."""
+PHANTOM = "model.gradient={kind: phantom, steps: 3}"
+ANDERSON = "model.solver={kind: anderson, memory: 2}"
+GATES = "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}"
 
 
 def _changed(*changes: str, base: Row = BASE) -> Row:
@@ -75,7 +88,7 @@ GROUPS: dict[str, dict[str, Row]] = {
     "gradient": {
         "of the last loop": {**BASE, "gradient_loops": 1},
         "of the last 2 loops": {**BASE, "gradient_loops": 2},
-        "3 phantom steps": _changed(*SEARCHED, "model.gradient={kind: phantom, steps: 3}", base=THROUGHOUT),
+        "3 phantom steps": _changed(*SEARCHED, PHANTOM, base=THROUGHOUT),
         "one adjoint step": _changed(*SEARCHED, "model.gradient={kind: one_step_adjoint}", base=THROUGHOUT),
         "adjoint solve of 3 iterations": _changed(
             *SEARCHED,
@@ -93,11 +106,9 @@ GROUPS: dict[str, dict[str, Row]] = {
             "model.gradient={kind: jacobian_penalty, weight: 0.1, gradient: {kind: phantom, steps: 3}}",
             base=THROUGHOUT,
         ),
-        "Anderson acceleration, 3 phantom steps": _changed(
-            *SEARCHED,
-            "model.gradient={kind: phantom, steps: 3}",
-            "model.solver={kind: anderson, memory: 2}",
-            base=THROUGHOUT,
+        "Anderson acceleration, 3 phantom steps": _changed(*SEARCHED, PHANTOM, ANDERSON, base=THROUGHOUT),
+        "to a tolerance of 0.01 from 95%, 3 phantom steps": _changed(
+            *TO_TOLERANCE, PHANTOM, base={**THROUGHOUT, "bounded": True}
         ),
     },
     "random depth": {
@@ -112,10 +123,16 @@ GROUPS: dict[str, dict[str, Row]] = {
         "explicit, branches scaled by 0.5": _changed(
             "model.residual_scaling={kind: layer_scale, init: 0.5}", base={"layers": [0, 4, 0]}
         ),
-        "gates of at most 0.75": _changed(
-            "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}"
-        ),
+        "gates of at most 0.75": _changed(GATES),
         "losses of loops 1, 2 and the last": _changed("model.objective={kind: iterates, at: [1, 2, last]}"),
+    },
+    "Mamba2": {
+        "3 loops, 8 from 80%": {**MAMBA2, **BASE},
+        "4 explicit layers": {**MAMBA2, "layers": [0, 4, 0]},
+        "damping 0.8": {**MAMBA2, **BASE, "damping": 0.8},
+        "damping 0.5": {**MAMBA2, **BASE, "damping": 0.5},
+        "gates of at most 0.75": _changed(GATES, base={**MAMBA2, **BASE}),
+        "3 phantom steps": _changed(*SEARCHED, PHANTOM, base={**MAMBA2, **THROUGHOUT}),
     },
 }
 """Rows by group and label."""

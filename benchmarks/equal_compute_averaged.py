@@ -40,6 +40,7 @@ from equal_compute_parts import (
     ONE_MODEL,
     OTHER,
     OTHERS,
+    PER_PARAMETER,
     RANDOM,
     SEARCH,
     SIZES,
@@ -277,6 +278,8 @@ def _name(part: str, *sides: Rows) -> str:
         *(OTHER, THIRD, LONG, MORE),
     )
     added = "".join(f", {name}" for name in words if name in part)
+    if part in PER_PARAMETER:
+        added += f", {part.rpartition(', ')[2]}"
     return f"{FAMILIES[sides[0][0].family]}, {' beside '.join(sizes)}{penalty}{added}"
 
 

@@ -1,14 +1,15 @@
 """Inference of the models compared at equal compute: FLOPs, bytes and time per scored and generated token.
 
-    python benchmarks/equal_compute_inference.py [--loops 1 3 8 16] [--output equal_compute_inference]
+    python benchmarks/equal_compute_inference.py [--loops 2 3 8] [--output equal_compute_inference_gates]
     python benchmarks/equal_compute_inference.py --table       # the tables of docs/equal_compute.md
 
-The shapes are those of the recipes with several seeds in the results of ``equal_compute_gpu.py``. Weights are
-new: neither FLOPs nor time depend on them, because the number of loops is fixed. Scoring solves 64 sequences
-of 512 tokens in one forward pass; generation continues prompts of 512 tokens with continuous batching, whose
-steps are captured as CUDA graphs on a GPU. Both use bfloat16 autocast. *Bytes* are those of the weights and
-of the state of one sequence after 512 tokens, all in bfloat16. The stored results have a second run under
-``before``: the same program when each loop was a launch of its own.
+The models are those with gates on the other text and the explicit ones beside them (`IMPLICIT`, `EXPLICIT`).
+Weights are new: neither FLOPs nor time depend on them, because the number of loops is fixed. Scoring solves
+64 sequences of 512 tokens in one forward pass; generation continues prompts of 512 tokens with continuous
+batching, whose steps are captured as CUDA graphs on a GPU. Both use bfloat16 autocast. *Bytes* are those of
+the weights and of the state of one sequence after 512 tokens, all in bfloat16.
+``equal_compute_inference.json`` has earlier models, without gates, and a second run under ``before``: when
+each loop was a launch of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from equal_compute_averaged import model_of as words_of
 from equal_compute_seeds import by_recipe, mean_perplexity
 from report import RESULTS, machine, write
 
@@ -32,7 +34,12 @@ from implicit_blocks.models.implicit_spec import ImplicitLMSpec
 from implicit_blocks.models.specs import LanguageModelSpec
 from trainer.experiments.equal_compute.recipes import Recipe, model_of
 
-FILES = ("equal_compute_llama", "equal_compute_mamba2")
+IMPLICIT = ("equal_compute_averaged_gates", "equal_compute_averaged_mamba2_stages")
+EXPLICIT = (
+    "equal_compute_averaged_stages", "equal_compute_ablations", "equal_compute_averaged_mamba2_stages",
+    "equal_compute_averaged_mamba2_four_layers",
+)  # fmt: skip
+"""Result files of implicit and explicit models on the other text."""
 LENGTH = 512
 SCORED = 64  # sequences
 NEW_TOKENS = 64
@@ -43,10 +50,27 @@ HEAD = (
 )  # fmt: skip
 
 
-def recipes() -> dict[Recipe, list[Mapping[str, Any]]]:
-    """Return the recipes with several seeds, and their runs."""
-    runs = [run for name in FILES for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
-    return {recipe: rows for recipe, rows in by_recipe(runs).items() if len(rows) > 1}
+def recipes() -> list[tuple[Recipe, list[Mapping[str, Any]]]]:
+    """Return the best recipe of each size of model, and its runs.
+
+    Best on the text of the choice, over the reported seeds, which are those above 0.
+    """
+    best: dict[Any, tuple[Recipe, list[Mapping[str, Any]]]] = {}
+    for side, files in (("implicit", IMPLICIT), ("explicit", EXPLICIT)):
+        runs = [run for name in files for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
+        own = [run for run in runs if run["side"] == side and run["recipe"]["seed"]]
+        for recipe, rows in by_recipe(own).items():
+            key = size_of(recipe)
+            if len(rows) < 2 or recipe.injection != "residual":
+                continue
+            if key not in best or mean_perplexity(rows, "choice") < mean_perplexity(best[key][1], "choice"):
+                best[key] = recipe, rows
+    return sorted(best.values(), key=lambda one: (one[0].family, one[0].side, one[1][0]["parameters"]))
+
+
+def size_of(recipe: Recipe) -> tuple[Any, ...]:
+    """Return the family, layers and width of a recipe's model."""
+    return recipe.family, recipe.layers, recipe.width
 
 
 def perplexity_at(rows: Sequence[Mapping[str, Any]], loops: int | None) -> float:
@@ -143,14 +167,15 @@ def _generation(
 def table(rows: Sequence[dict[str, Any]], family: str) -> str:
     """Return the rows of a family as a Markdown table."""
     lines = [HEAD, ("---",) * len(HEAD)]
-    known = recipes()
+    known = {size_of(recipe): (recipe, runs) for recipe, runs in recipes()}
     for row in rows:
         if row["recipe"]["family"] != family:
             continue
         generated = {int(count): took for count, took in row["generated"].items()}
-        perplexity = perplexity_at(known[Recipe.of(row["recipe"]).with_seed(0)], row["loops"])
+        recipe, runs = known[size_of(Recipe.of(row["recipe"]))]
+        perplexity = perplexity_at(runs, row["loops"])
         lines.append((
-            row["shape"],
+            words_of(recipe),
             "" if row["loops"] is None else str(row["loops"]),
             f"{row['parameters'] / 1e6:.1f} M",
             f"{(row['weight_bytes'] + row['state_bytes']) / 1e6:.1f}",
@@ -166,14 +191,12 @@ def table(rows: Sequence[dict[str, Any]], family: str) -> str:
 def main() -> None:
     """Run the command."""
     made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    made.add_argument(
-        "--loops", type=int, nargs="+", default=[1, 3, 8, 16], help="of looped models (1 3 8 16)"
-    )
+    made.add_argument("--loops", type=int, nargs="+", default=[2, 3, 8], help="of looped models (2 3 8)")
     made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--tiny", action="store_true", help="short texts, to test the program")
     made.add_argument(
-        "--output", default="equal_compute_inference", help="name in benchmarks/results, or a path"
+        "--output", default="equal_compute_inference_gates", help="name in benchmarks/results, or a path"
     )
     made.add_argument("--table", action="store_true", help="print the tables of the stored results")
     given = made.parse_args()
@@ -182,11 +205,11 @@ def main() -> None:
         print(table(stored, "llama"), table(stored, "mamba2"), sep="\n\n")
         return
     rows: list[dict[str, Any]] = []
-    for recipe in recipes():
+    for recipe, _ in recipes():
         spec = model_of(recipe)
         assert isinstance(spec, LanguageModelSpec)
         for loops in given.loops if isinstance(spec, ImplicitLMSpec) else [None]:
-            row = {"recipe": recipe.as_row(), "shape": f"{recipe.side}, {recipe.shape}", "loops": loops}
+            row = {"recipe": recipe.as_row(), "loops": loops}
             row |= counted(spec, loops) | timed(spec, loops, given)
             rows.append(row)
             print(json.dumps({k: v for k, v in rows[-1].items() if k != "recipe"}), flush=True)

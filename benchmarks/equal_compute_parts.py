@@ -46,6 +46,13 @@ MAMBA2_STAGES_LONG = f"{MAMBA2_STAGES}, {LONG}"
 MAMBA2_FOUR_LONG = f"{MAMBA2_FOUR}, {LONG}"
 MAMBA2_FOUR_10M = f"Mamba2, 10 M, {FOUR_LAYERS}, weight norm, {LONG}"
 ONCE, ONCE_GATED, ONCE_DAMPED = "once", f"once, {GATES}", f"once, {GATES}, {DAMPED}"
+ONCE_MAMBA2 = f"Mamba2, {ONCE_DAMPED}"
+PER_PARAMETER = {
+    f"Llama, 2 M, {GATES}, {END}, 2.7 tokens per parameter": "equal_compute_averaged_2m_gates_more_text",
+    f"Llama, 2 M, {GATES}, {END}, 7.4 tokens per parameter": "equal_compute_averaged_2m_gates_most_text",
+    f"Llama, 0.7 M, {GATES}, {END}, 19 tokens per parameter": "equal_compute_averaged_700k_gates_most_text",
+}
+"""Result files of the parts with more text than half a token per parameter."""
 ABLATED = f"Llama, {OTHER}"
 """The part whose file also has single seeds of many other recipes, `equal_compute_ablations`."""
 FILES = {
@@ -95,6 +102,8 @@ FILES = {
     ONCE: "equal_compute_once_late",
     ONCE_GATED: "equal_compute_once_gates",
     ONCE_DAMPED: "equal_compute_once_damped",
+    ONCE_MAMBA2: "equal_compute_once_mamba2",
+    **PER_PARAMETER,
 }
 """Result files by part of the comparison."""
 SEARCH = "equal_compute_search"
@@ -153,12 +162,14 @@ GROUPS = {
     f"Mamba2, {FOUR_LAYERS}": (MAMBA2_FOUR, MAMBA2_FOUR_LONG, MAMBA2_FOUR_10M),
     ONCE: (ONCE,),
     ONCE_GATED: (ONCE_GATED,),
-    ONCE_DAMPED: (ONCE_DAMPED,),
+    ONCE_DAMPED: (ONCE_DAMPED, ONCE_MAMBA2),
+    "text per parameter": (*PER_PARAMETER,),
 }  # fmt: skip
 """Parts whose recipes share a table."""
 MAIN = (
     *(part for part in GROUPS[STAGES] if not part.startswith("Llama") or END in part),
     ONCE_DAMPED,
+    ONCE_MAMBA2,
 )
 OTHERS = [part for part in FILES if part not in MAIN]
 """Parts of the summary in docs/equal_compute.md, and of the other one in docs/equal_compute_tables.md."""

@@ -20,8 +20,7 @@ def inference(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 def test_the_tables_of_inference_are_those_of_the_result_file(family: str, inference: dict[str, Any]) -> None:
-    path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = stored("equal_compute_inference_gates")["rows"]
     assert " ".join(inference["table"](rows, family).split()) in PAGE
     for row in rows:
         known = inference["counted"](
@@ -30,37 +29,83 @@ def test_the_tables_of_inference_are_those_of_the_result_file(family: str, infer
         assert known.items() <= row.items()  # FLOPs and bytes, which need no measurement
 
 
+def stored(name: str) -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
 def timed_rows(stored: dict[str, Any]) -> dict[tuple[str, int, int | None], dict[str, Any]]:
     return {
         (row["recipe"]["family"], sum(row["recipe"]["layers"]), row["loops"]): row for row in stored["rows"]
     }
 
 
+def slower(looped: dict[str, Any], explicit: dict[str, Any], texts: str = "1") -> str:
+    return f"{looped['generated'][texts] / explicit['generated'][texts]:.1f}"
+
+
+def test_at_equal_flops_per_token_implicit_models_are_better_smaller_and_slower(
+    inference: dict[str, Any],
+) -> None:
+    rows = {
+        (row["recipe"]["family"], row["recipe"]["width"], sum(row["recipe"]["layers"]), row["loops"]): row
+        for row in stored("equal_compute_inference_gates")["rows"]
+    }
+    known = {inference["size_of"](recipe): runs for recipe, runs in inference["recipes"]()}
+
+    def perplexity(row: dict[str, Any]) -> float:
+        recipe = inference["Recipe"].of(row["recipe"])
+        value: float = inference["perplexity_at"](known[inference["size_of"](recipe)], row["loops"])
+        return value
+
+    def below(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+        return f"{100 * (1 - perplexity(ours) / perplexity(theirs)):.1f} %"
+
+    def memory(row: dict[str, Any]) -> float:
+        return float(row["weight_bytes"] + row["state_bytes"])
+
+    llama, eight = rows["llama", 256, 4, 3], rows["llama", 256, 8, None]
+    mamba2, wide = rows["mamba2", 320, 4, 3], rows["mamba2", 320, 8, None]
+    two = rows["mamba2", 320, 4, 2]
+    for ours, theirs in ((llama, eight), (mamba2, wide)):
+        assert ours["flops_per_token"] == pytest.approx(theirs["flops_per_token"], rel=0.005)
+    assert f"and its perplexity is {below(llama, eight)} below theirs. Mamba2 with 3 loops" in PAGE
+    assert f"of the same width, and its perplexity is {below(mamba2, wide)} below theirs; with 2" in PAGE
+    fewer = two["flops_per_token"] / wide["flops_per_token"]
+    assert f"loops it is {below(two, wide)} below, for {fewer:.1f} times the FLOPs." in PAGE
+    text = f"needs {memory(llama) / 1e6:.1f} MB for its weights and for keys and values, the explicit model"
+    assert f"{text} with 8 layers {memory(eight) / memory(llama):.1f} times as much" in PAGE
+    text = f"Mamba2 needs {memory(mamba2) / 1e6:.1f} MB, and 8 explicit layers of the same width"
+    assert f"{text} {memory(wide) / memory(mamba2):.1f} times as much" in PAGE
+    gain = below(rows["llama", 256, 4, 8], rows["llama", 256, 4, 2])
+    assert f"From 2 to 8 loops the perplexity of Llama falls by {gain}" in PAGE
+    text = f"takes {slower(llama, eight)} times as long as one of 8 explicit layers, which execute the same"
+    assert f"{text} FLOPs, and one of the implicit Mamba2 {slower(mamba2, wide)} times as long" in PAGE
+    many = slower(llama, eight, "64"), slower(mamba2, wide, "64")
+    assert f"With 64 texts the factors are {many[0]} and {many[1]}." in PAGE
+    loops = [
+        200 * (rows[family, width, 4, 8]["generated"]["1"] - row["generated"]["1"])  # ms of one of five
+        for family, width, row in (("llama", 256, llama), ("mamba2", 320, mamba2))
+    ]
+    assert f"an additional loop takes {loops[0]:.2f} ms in Llama and {loops[1]:.2f} ms in Mamba2" in PAGE
+    alone = timed_rows(stored("equal_compute_inference"))
+    ms = [
+        f"{1e3 * alone['llama', layers, loops]['generated']['1']:.2f}"
+        for layers, loops in ((4, None), (8, None), (4, 3), (4, 8))
+    ]
+    text = f"Llamas of 4 and 8 layers took {ms[0]} and {ms[1]} ms per generated token"
+    assert f"{text}, and the implicit one with 3 and 8 loops, without gates, {ms[2]} and {ms[3]}" in PAGE
+
+
 def test_generation_with_looped_models_takes_longer_than_their_flops_suggest() -> None:
-    path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
-    rows = timed_rows(json.loads(path.read_text(encoding="utf-8")))
-
-    def slower(looped: dict[str, Any], explicit: dict[str, Any], texts: str = "1") -> str:
-        return f"{looped['generated'][texts] / explicit['generated'][texts]:.1f}"
-
-    def further(family: str, layers: int) -> float:
-        """Return the time of a further loop in ms."""
-        few, many = (rows[family, layers, loops]["generated"]["1"] for loops in (3, 8))
-        return 1e3 * (many - few) / 5
-
+    rows = timed_rows(stored("equal_compute_inference"))
     llama, eight = rows["llama", 4, 3], rows["llama", 8, None]
     assert llama["flops_per_token"] == eight["flops_per_token"]
-    text = f"takes {slower(llama, eight)} times as long as one of 8 explicit layers"
-    assert f"a token of the looped Llama {text}" in PAGE
     mamba2, explicit = rows["mamba2", 8, 3], rows["mamba2", 8, None]
     dearer = mamba2["flops_per_token"] / explicit["flops_per_token"]
-    text = f"takes {slower(mamba2, explicit)} times as long as one of the explicit model of its size"
-    assert f"one of the looped Mamba2 {text}, for {dearer:.1f} times the FLOPs" in PAGE
     many = slower(llama, eight, "64"), slower(mamba2, explicit, "64")
-    assert f"With 64 texts the factors are {many[0]} and {many[1]}." in PAGE
     assert f"with 64 texts the factors are {many[0]} and {many[1]} " in NOTES
-    loops = further("llama", 4), further("mamba2", 8)
-    assert f"{loops[0]:.2f} ms in Llama (two layers) and {loops[1]:.2f} ms in Mamba2 (four layers)" in PAGE
     ms = [f"{1e3 * row['generated']['1']:.2f}" for row in (llama, eight, mamba2, explicit)]
     assert f"{ms[0]} ms with 3 loops of 1-2-1 beside {ms[1]} ms of 8 explicit layers (Llama" in NOTES
     text = f"{ms[2]} beside {ms[3]} ms of 8 explicit layers (Mamba2), for {dearer:.1f} times the FLOPs"
@@ -68,11 +113,10 @@ def test_generation_with_looped_models_takes_longer_than_their_flops_suggest() -
 
 
 def test_generation_before_and_after_all_loops_became_one_launch() -> None:
-    path = ROOT / "benchmarks" / "results" / "equal_compute_inference.json"
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    before, after = timed_rows(stored["before"]), timed_rows(stored)
+    both = stored("equal_compute_inference")
+    before, after = timed_rows(both["before"]), timed_rows(both)
     assert list(before) == list(after)
-    assert stored["before"]["machine"]["gpu"] == stored["machine"]["gpu"] == "NVIDIA H200"
+    assert both["before"]["machine"]["gpu"] == both["machine"]["gpu"] == "NVIDIA H200"
     measured = {"generated", "scored_tokens_per_second"}
     for (family, layers, loops), row in after.items():
         earlier = before[family, layers, loops]
@@ -97,7 +141,6 @@ def test_generation_before_and_after_all_loops_became_one_launch() -> None:
         before[key]["scored_tokens_per_second"] / row["scored_tokens_per_second"]
         for key, row in after.items()
     ]
-    assert f"has {min(scored):.2f} to {max(scored):.2f} times as many" in PAGE
     assert f"has {min(scored):.2f} to {max(scored):.2f} times as many scored tokens/s" in NOTES
 
 

@@ -340,6 +340,7 @@ def language_models():
                     "averaged_third_text",
                 ),
                 ("Llama 10M, gates, 6.5 PFLOP", "averaged_10m_gates", "averaged_10m_stages"),
+                ("Llama 30M, gates, 53 PFLOP", "averaged_30m_gates", "averaged_30m_stages"),
                 ("Mamba2 5M, gates and stages, third text, 1.83 PFLOP", *["averaged_mamba2_third_text"] * 2),
                 ("Mamba2 11M, gates and stages, 7.5 PFLOP", *["averaged_mamba2_stages_10m"] * 2),
             )
