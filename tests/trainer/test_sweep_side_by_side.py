@@ -15,6 +15,7 @@ import pytest
 
 from implicit_blocks.specs.tree import dump_yaml
 from trainer.cli.train import main as train
+from trainer.data.word_problem import WordProblemStream
 from trainer.reporting.metrics import read_metrics
 from trainer.run import look_ahead
 from trainer.run.captured_step import CapturedStep
@@ -234,7 +235,6 @@ def test_the_steps_before_one_without_data_are_made(
     spec: str, tmp_path: Path, ahead: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainer.data import prefetch
-    from trainer.run import phases
 
     load = prefetch.take
 
@@ -243,8 +243,7 @@ def test_the_steps_before_one_without_data_are_made(
             raise ValueError("sample 30 is damaged")
         return load(source, position, count)
 
-    for module in (prefetch, phases):
-        monkeypatch.setattr(module, "take", damaged)
+    monkeypatch.setattr(prefetch, "take", damaged)
     assert sweep(spec, tmp_path / "sweep", "training.evaluate_every=null") == 1
     (run,) = results(tmp_path / "sweep")
     assert run["exit_code"] == 2
@@ -252,6 +251,30 @@ def test_the_steps_before_one_without_data_are_made(
         "the data of step 4 can't be used: sample 30 is damaged; the last checkpoint,"
     )
     assert [row["step"] for row in rows(tmp_path / "sweep" / "runs" / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_one_thread_at_a_time_reads_the_data(
+    spec: str, tmp_path: Path, ahead: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where steps that are launched ahead follow a phase whose batches were loaded ahead."""
+    load, reading, clashes = WordProblemStream.batch, threading.Lock(), list[int]()
+
+    def slow(source: WordProblemStream, position: int, count: int) -> Any:
+        alone = reading.acquire(blocking=False)
+        clashes.extend([] if alone else [position])
+        time.sleep(0.1)
+        if alone:
+            reading.release()
+        return load(source, position, count)
+
+    monkeypatch.setattr(WordProblemStream, "batch", slow)
+    monkeypatch.setattr(
+        look_ahead,
+        "why_phase_not_captured",
+        lambda spec, phase, device: None if phase.name == "two" else "one",
+    )
+    assert sweep(spec, tmp_path / "sweep", "training.evaluate_every=null") == 0
+    assert not clashes
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -188,7 +188,7 @@ class LookAhead:
         active = self._eager.active
         size = active.phase.training.batch_size
         try:
-            batch = active.batches(self._launched, position, count)
+            batch = active.batch(self._launched, position, steps=count)
             for number in range(count):
                 own, at = batch.rows(number * size, (number + 1) * size), position + number * size
                 if not bool((own.labels != IGNORED).any()):

@@ -8,7 +8,7 @@ from torch import nn
 
 from implicit_blocks.specs import ModelSpec
 from trainer.data.prefetch import Prefetcher
-from trainer.data.source import Batch, DataSource, rank_share, take
+from trainer.data.source import Batch, DataSource, rank_share
 from trainer.distributed.grid import Grid
 from trainer.errors import DataError
 from trainer.reporting.display import Display
@@ -76,28 +76,20 @@ class ActivePhase:
             self._model.checkpoint_activations(phase.training.checkpoint_activations)
         return True
 
-    def batch(self, step: int, first: int) -> Batch:
+    def batch(self, step: int, first: int, *, steps: int = 1) -> Batch:
         """Load this rank's share of the batch of ``step``, which begins at global sample ``first``.
+
+        With several ``steps``, which a run of one process has, load all their batches in the active phase.
 
         Raises:
             DataError: the data of the step cannot be used; on every rank.
 
         """
         own, *following = self.own_ranges(step, first)
+        if steps > 1:
+            own, following = (first, steps * self.phase.training.batch_size), []
         try:
             return self._ranks.run_all(lambda: self._loader.batch(*own, following=following))
-        except ValueError as error:
-            raise DataError(f"the data of step {step + 1} can't be used: {error}") from error
-
-    def batches(self, step: int, first: int, count: int) -> Batch:
-        """Load the batches of ``count`` steps of the active phase at once, for a run of one process.
-
-        Raises:
-            DataError: as :meth:`batch`.
-
-        """
-        try:
-            return take(self.data, first, count * self.phase.training.batch_size)
         except ValueError as error:
             raise DataError(f"the data of step {step + 1} can't be used: {error}") from error
 
