@@ -17,10 +17,13 @@ from implicit_blocks.specs.tree import dump_yaml
 from trainer.cli.train import main as train
 from trainer.data.word_problem import WordProblemStream
 from trainer.reporting.metrics import read_metrics
-from trainer.run import look_ahead
+from trainer.reporting.report import draw
+from trainer.run import build, look_ahead
 from trainer.run.captured_step import CapturedStep
 from trainer.specs.run import RunSpec
+from trainer.sweep import command
 from trainer.sweep.command import main
+from trainer.sweep.queue import Job
 
 Small = Callable[..., RunSpec]
 RATE = "training.optimizer.learning_rate"
@@ -34,7 +37,7 @@ TIMES = {
 def spec(small: Small, tmp_path: Path) -> str:
     """Return the path of a small spec with dropout, an average, checkpoints, evaluations and phases."""
     changes: dict[str, Any] = {
-        "training.max_steps": 10,
+        "training.max_steps": 8,
         "training.evaluate_every": 4,
         "training.checkpoint_every": 3,
         "training.keep_checkpoints": 2,
@@ -51,6 +54,12 @@ def spec(small: Small, tmp_path: Path) -> str:
     path = tmp_path / "tiny.yaml"
     path.write_text(dump_yaml(small(changes).model_dump(mode="json")), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _plain_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the pictures of the runs, which take most of their time."""
+    monkeypatch.setattr(build, "draw", lambda runs, path: path.write_bytes(b""))
 
 
 @pytest.fixture
@@ -118,8 +127,7 @@ def require_same_run(folder: Path, expected: Path) -> None:
 
 def test_runs_are_bit_by_bit_those_of_the_trainer(spec: str, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    grid = ["--grid", "training.seed=0,1", "data.identity_probability=0.25,0.5"]
-    assert sweep(spec, folder, *grid, side_by_side=3) == 0
+    assert sweep(spec, folder, "--grid", "training.seed=0,1", "data.identity_probability=0.25,0.5") == 0
     assert [run["status"] for run in results(folder)] == ["finished"] * 4
     for run in results(folder):
         overrides = [f"{key}={value}" for key, value in run["settings"].items()]
@@ -159,12 +167,20 @@ class Signal(threading.Thread):
         os.kill(os.getpid(), self._number)
 
 
+def run_one_by_one(
+    jobs: Sequence[Job], *, ended: Callable[[Job, int, float], object], **options: Any
+) -> None:
+    """Run a queue of jobs without starting processes, which takes longer than the runs."""
+    for job in jobs:
+        ended(job, train(job.arguments), 1.0)
+
+
 @pytest.mark.parametrize("launched", ["after", "ahead"])
 def test_a_signal_saves_all_runs_and_either_way_continues_them(
-    spec: str, tmp_path: Path, launched: str, request: pytest.FixtureRequest
+    spec: str, tmp_path: Path, launched: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     folder = tmp_path / "sweep"
-    longer = ["training.max_steps=40", "training.evaluate_every=null", "training.checkpoint_every=null"]
+    longer = ["training.max_steps=12", "training.evaluate_every=null", "training.checkpoint_every=null"]
     longer += ["model.dropout=0"] if launched == "ahead" else []
     if launched == "ahead":
         request.getfixturevalue("ahead")
@@ -174,13 +190,14 @@ def test_a_signal_saves_all_runs_and_either_way_continues_them(
     sender.join()
     for name in ("seed=0", "seed=1"):
         steps = len(rows(folder / "runs" / name / "metrics.jsonl"))
-        assert 0 < steps < 40
+        assert 0 < steps < 12
         assert (folder / "runs" / name / "checkpoints" / f"step-{steps:08d}").is_dir()
         assert f"stopped after step {steps}" in (folder / "logs" / f"{name}.txt").read_text()
     assert not (folder / "runs" / "seed=2").exists()
     assert [run["status"] for run in results(folder)] == ["unfinished"] * 3
 
-    # One of them continues in a process of its own, the others side by side.
+    # One of them continues as in the queue of processes, the others side by side.
+    monkeypatch.setattr(command, "run_queue", run_one_by_one)
     assert main([spec, *longer, "--seeds", "0", "--output", str(folder), "--device", "cpu"]) == 0
     assert sweep(spec, folder, *arguments) == 0
     for seed in range(3):
@@ -222,13 +239,17 @@ def test_a_run_that_fails_takes_no_other_with_it(
     assert "called sys.exit(9) during the run" in found[6, 1e-3]["reason"]
 
 
-def test_a_callback_ends_a_run_after_the_same_step(spec: str, tmp_path: Path, ahead: None) -> None:
+def test_a_callback_ends_a_run_after_the_same_step(
+    spec: str, tmp_path: Path, ahead: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "draw", draw)
     folder = tmp_path / "sweep"
     stop = ["callbacks=[{kind: stop_when, value: gradient_norm, above: 0, steps: 3}]", "model.dropout=0"]
     assert sweep(spec, folder, *stop, "--seeds", "0,1") == 0
     for run in results(folder):
         assert (run["steps"], run["status"]) == (3, "finished")
         assert run["marks"][0].startswith("ended early at step 3: gradient_norm")
+        assert (Path(run["folder"]) / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_steps_before_one_without_data_are_made(
@@ -300,7 +321,7 @@ def test_batches_that_are_not_finite_are_skipped_or_end_the_run(
     found = rows(tmp_path / "sweep" / "runs" / "run" / "metrics.jsonl")
     expected = rows(tmp_path / "alone" / "metrics.jsonl")
     assert [row["skipped"] for row in found] == [row["skipped"] for row in expected]
-    assert len(found) == (10 if count == 1 else 5)
+    assert len(found) == (8 if count == 1 else 5)
     require_close(tmp_path / "sweep" / "runs" / "run" / "metrics.jsonl", tmp_path / "alone" / "metrics.jsonl")
 
 
@@ -340,10 +361,10 @@ def test_a_second_interrupt_does_not_wait_for_a_step(spec: str, tmp_path: Path, 
     end = time.monotonic() + 120
     while time.monotonic() < end and not (folder / "runs" / "run" / "spec.yaml").is_file():
         time.sleep(0.05)
-    time.sleep(0.5)
-    for _ in range(2):
-        os.kill(pid, signal.SIGINT)
-        time.sleep(1.1)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(1.05)
+    os.kill(pid, signal.SIGINT)
     assert python.wait(pid, timeout=60.0) == 130
     assert "interrupted; continue by the same command" in (tmp_path / "stderr").read_text()
     assert results(folder)[0]["status"] == "unfinished"
