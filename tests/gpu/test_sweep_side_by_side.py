@@ -34,6 +34,9 @@ SMALL: dict[str, Any] = {
 RECIPES = {
     "llama": Recipe(**SMALL, family="llama", layers=(0, 2, 0)),
     "looped llama": Recipe(**SMALL, family="llama", layers=(1, 1, 1), loops=3),
+    "looped llama, weight norm": Recipe(
+        **SMALL, family="llama", layers=(1, 1, 1), loops=3, weight_norm=True
+    ),
     "looped mamba2, muon": Recipe(
         **SMALL, family="mamba2", layers=(1, 1, 1), loops=2, optimizer="muon"
     ),
