@@ -52,6 +52,19 @@ def test_updates_that_can_be_captured_equal_the_others() -> None:
         torch.testing.assert_close(ours.tensors, theirs.tensors)
 
 
+def test_an_update_on_the_device_has_the_share_of_a_slow_average() -> None:
+    """1 minus a decay near 1 is rounded once, not after a rounded decay."""
+    model, updates = nn.Linear(2, 2, bias=False), torch.zeros(())
+    averages = [WeightAverage(model, decay=0.999999) for _ in range(2)]
+    for step, value in enumerate((0.0, 1.0), 1):
+        nn.init.constant_(model.weight, value)
+        averages[0].update(step)
+        averages[1].capturable_update(torch.tensor(step), torch.tensor(0.0), updates)
+    found = [average.tensors["weight"] for average in averages]
+    torch.testing.assert_close(found[0], torch.full((2, 2), 1e-6), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+
+
 def test_the_average_equals_torchs_averaged_model() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     average = WeightAverage(model, decay=0.7)

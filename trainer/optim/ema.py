@@ -79,7 +79,7 @@ class WeightAverage:
         counts = (step > self._start).float()
         updates *= counts
         made = counts * (1 - skip)
-        share = made * (1 - self.decay * (updates > 0).float())
+        share = made * (updates == 0).float().clamp(min=1 - self.decay)
         updates += made
         parameters = self._parameters()
         averages = [self.tensors[name] for name in parameters]
