@@ -164,6 +164,29 @@ def test_every_captured_call_has_one_number_of_tokens(name, monkeypatch):
         assert shapes == {(slots, 8 if slots <= 2 else 4)}
 
 
+def test_texts_that_arrive_when_others_end_find_the_number_of_the_calls_before(monkeypatch):
+    """Two of three texts end; the call that ends the wavefront of the third is one of a single text."""
+    first, second, third, *others = requests_of(Sampling())
+    ending = (replace(each, max_new_tokens=6) for each in (second, third))
+    requests = (first, *ending, *others, *others[1:])
+    decoder = ContinuousDecoder(model_of("mamba2"), max_batch_size=6, max_seq_len=48)
+    decoder.batch.captured = graphs = Shapes(monkeypatch)
+    for request in requests[:3]:
+        decoder.submit(request)
+    found = defaultdict(list)
+    while decoder.busy:
+        for new in decoder.step():
+            found[new.request].append(new)
+        if decoder.submitted == 3 and sum(text is not None for text in decoder.texts) == 1:
+            assert decoder.tokens_in_flight == 4
+            for request in requests[3:]:
+                decoder.submit(request)
+    assert decoder.submitted == len(requests) == 8
+    expected, _ = sequential(model_of("mamba2"), requests)
+    check_equal([found[row] for row in range(8)], expected, atol=5e-3)
+    assert all(shapes == {(slots, 8 if slots <= 2 else 4)} for (_, slots), shapes in graphs.shapes.items())
+
+
 @pytest.mark.parametrize("limit", [1, 4])
 def test_tokens_that_miss_the_tolerance_are_those_of_sequential_decoding(family, limit):
     model, requests = model_of(family), requests_of(SAMPLINGS["sampled"])
