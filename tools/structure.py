@@ -84,7 +84,7 @@ ROWS = (
     Row("circles.runtime", "import circles at run time", bar=0, target=0),
     Row("class.implicit_blocks", "longest class of implicit_blocks, lines", bar=200, target=200),
     Row("class.trainer", "longest class of trainer, lines", bar=200),
-    Row("lines", "lines of Python in implicit_blocks, trainer, plugins", bar=83_310),
+    Row("lines", "lines of Python in implicit_blocks, trainer, plugins", bar=83_300),
     Row("long_files", f"Python files over {MAX_LINES} lines", bar=0, target=0),
 )
 

@@ -290,12 +290,11 @@ class ContinuousDecoder:
 
     def _point(self, busy: list[int]) -> int:
         """Set the slots of the next call, at least these, and return their number."""
-        size = next(size for size in self.buckets if size >= len(busy))
-        rows = filled_up(self.texts, busy, size)
+        rows = filled_up(self.texts, busy, self.buckets)
         if rows != self._rows:
             self.batch.point("step", rows)
             self._rows = rows
-        return size
+        return len(rows)
 
     # ------------------------------------------------------------------------------------ tokens
 

@@ -63,9 +63,8 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
     """Choose the next token of slots whose last is committed, and start its search."""
     if not slots:
         return
-    size = next(size for size in decoder.buckets if size >= len(slots))
-    rows = filled_up(decoder.texts, slots, size)
-    place_of = {slot: place for place, slot in enumerate(rows)}
+    rows = filled_up(decoder.texts, slots, decoder.buckets)
+    size, place_of = len(rows), {slot: place for place, slot in enumerate(rows)}
     texts = {place_of[slot]: text for slot in slots if (text := decoder.texts[slot]) is not None}
     for place, text in texts.items():
         text.begun = decoder.calls
@@ -174,11 +173,10 @@ def _drain(decoder: ContinuousDecoder, wavefront: Wavefront, slots: list[int]) -
 def _land(decoder: ContinuousDecoder, wavefront: Wavefront, slots: list[int]) -> None:
     """Continue texts with one token in flight by sequential decoding."""
     land(wavefront)
-    size = next(size for size in decoder.buckets if size >= len(slots))
-    rows = filled_up(decoder.texts, slots, size)
+    rows = filled_up(decoder.texts, slots, decoder.buckets)
     where = [slot in slots for slot in rows]
     decoder.batch.point("choose", rows, where, where)
-    decoder.batch.begin(size)
+    decoder.batch.begin(len(rows))
     for slot in slots:
         text = decoder.texts[slot]
         assert text is not None

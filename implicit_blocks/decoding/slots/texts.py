@@ -177,9 +177,9 @@ def check_limits(request: Request, stopping: Stopping | None, *, accepted: bool)
     SearchOptions(tolerance=request.tolerance, max_iterations=request.max_iterations).stopping(stopping)
 
 
-def filled_up(texts: Sequence[Text | None], slots: Sequence[int], size: int) -> list[int]:
-    """Return slots padded to ``size`` with others, idle ones first, in ascending order."""
-    chosen = set(slots)
+def filled_up(texts: Sequence[Text | None], slots: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return slots padded to the first of ``sizes`` that fits with others, idle first, in ascending order."""
+    chosen, size = set(slots), next(size for size in sizes if size >= len(slots))
     idle = (n for n, text in enumerate(texts) if text is None and n not in chosen)
     busy = (n for n, text in enumerate(texts) if text is not None and n not in chosen)
     return sorted([*slots, *islice(chain(idle, busy), size - len(slots))])
