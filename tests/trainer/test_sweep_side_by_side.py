@@ -57,8 +57,8 @@ def spec(small: Small, tmp_path: Path) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _plain_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the pictures of the runs, which take most of their time."""
+def _plain_reports(monkeypatch: pytest.MonkeyPatch, python: Any) -> None:
+    """Replace the pictures of the runs, which take most of their time; ``python`` loads torch meanwhile."""
     monkeypatch.setattr(build, "draw", lambda runs, path: path.write_bytes(b""))
 
 
