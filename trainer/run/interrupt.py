@@ -16,6 +16,12 @@ REPEAT_SECONDS = 1.0
 """Signals within this time are one request, since a terminal and a launcher may both forward a Ctrl-C."""
 
 
+def hang_ups() -> list[int]:
+    """Return SIGHUP, unless this process ignores it, as under ``nohup``, or the platform has none."""
+    found = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
+    return [number for number in found if signal.getsignal(number) != signal.SIG_IGN]
+
+
 class Interrupt:
     """A context in which one of the signals is stored in ``received`` and the program continues.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.cli.exit_codes import INTERRUPTED, LOST
 from trainer.cli.train import main, prepare_environment
-from trainer.run.interrupt import SIGNALS, Interrupt
+from trainer.run.interrupt import SIGNALS, Interrupt, hang_ups
 from trainer.sweep.queue import Job, QueueStopped
 
 if TYPE_CHECKING:
@@ -63,9 +63,8 @@ def run_side_by_side(
 
     chosen, threads = choose_device(device), torch.get_num_threads()
     waiting, active = deque(jobs), list[_Run]()
-    hang_up = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
     try:
-        with Interrupt((*SIGNALS, *hang_up)) as interrupt:
+        with Interrupt((*SIGNALS, *hang_ups())) as interrupt:
             while active or (waiting and interrupt.received is None):
                 while waiting and len(active) < side_by_side and interrupt.received is None:
                     active.append(_Run(waiting.popleft(), interrupt, device=chosen, threads=threads))

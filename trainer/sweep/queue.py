@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from trainer.run.interrupt import hang_ups
+
 _PRELOADED = [
     "implicit_blocks._utils.own_trainer",  # first: the server would import a user's trainer.py
     "trainer.run.build",
@@ -141,8 +143,7 @@ def _raising_signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Signal(number)
 
-    names = ("SIGINT", "SIGTERM", "SIGHUP")
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    numbers = [signal.SIGINT, signal.SIGTERM, *hang_ups()]
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
