@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.documentation.equal_compute_pages import PAGE, ROOT
+from tests.documentation.equal_compute_pages import PAGE, ROOT, words
 
 NOTES = " ".join((ROOT / "benchmarks" / "NOTES.md").read_text(encoding="utf-8").split())
 
@@ -78,6 +78,12 @@ def test_at_equal_flops_per_token_implicit_models_are_better_smaller_and_slower(
     assert f"{text} with 8 layers {memory(eight) / memory(llama):.1f} times as much" in PAGE
     text = f"Mamba2 needs {memory(mamba2) / 1e6:.1f} MB, and 8 explicit layers of the same width"
     assert f"{text} {memory(wide) / memory(mamba2):.1f} times as much" in PAGE
+    shares = {f"{memory(ours) / memory(theirs):.1f}" for ours, theirs in ((llama, eight), (mamba2, wide))}
+    assert shares == {"0.6"}
+    text = (
+        f"and 0.6 times their memory: Llama 5M {below(llama, eight)}, Mamba2 5M {below(mamba2, wide)} below"
+    )
+    assert text in words("README.md")
     gain = below(rows["llama", 256, 4, 8], rows["llama", 256, 4, 2])
     assert f"From 2 to 8 loops the perplexity of Llama falls by {gain}" in PAGE
     text = f"takes {slower(llama, eight)} times as long as one of 8 explicit layers, which execute the same"
