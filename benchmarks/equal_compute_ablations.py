@@ -21,7 +21,7 @@ from typing import Any
 from equal_compute_averaged import markdown
 from equal_compute_gpu import LLAMA
 from equal_compute_gpu import LOOPED as BASE
-from equal_compute_parts import stages
+from equal_compute_parts import BOUNDED_GATES, stages
 from equal_compute_seeds import by_recipe, mean_perplexity
 
 from trainer.experiments.equal_compute.recipes import Recipe
@@ -49,7 +49,6 @@ TO_TOLERANCE = (
 """The same with a search to a tolerance in the last twentieth, whose FLOPs are bounded by its maximum."""
 PHANTOM = "model.gradient={kind: phantom, steps: 3}"
 ANDERSON = "model.solver={kind: anderson, memory: 2}"
-GATES = "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}"
 
 
 def _changed(*changes: str, base: Row = BASE) -> Row:
@@ -123,7 +122,7 @@ GROUPS: dict[str, dict[str, Row]] = {
         "explicit, branches scaled by 0.5": _changed(
             "model.residual_scaling={kind: layer_scale, init: 0.5}", base={"layers": [0, 4, 0]}
         ),
-        "gates of at most 0.75": _changed(GATES),
+        "gates of at most 0.75": _changed(BOUNDED_GATES),
         "losses of loops 1, 2 and the last": _changed("model.objective={kind: iterates, at: [1, 2, last]}"),
     },
     "Mamba2": {
@@ -131,7 +130,7 @@ GROUPS: dict[str, dict[str, Row]] = {
         "4 explicit layers": {**MAMBA2, "layers": [0, 4, 0]},
         "damping 0.8": {**MAMBA2, **BASE, "damping": 0.8},
         "damping 0.5": {**MAMBA2, **BASE, "damping": 0.5},
-        "gates of at most 0.75": _changed(GATES, base={**MAMBA2, **BASE}),
+        "gates of at most 0.75": _changed(BOUNDED_GATES, base={**MAMBA2, **BASE}),
         "3 phantom steps": _changed(*SEARCHED, PHANTOM, base={**MAMBA2, **THROUGHOUT}),
     },
 }

@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 from equal_compute_averaged import model_of as words_of
-from equal_compute_seeds import by_recipe, mean_perplexity
+from equal_compute_averaged import several_seeds
+from equal_compute_parts import ABLATED, GATED, MAMBA2_FOUR, MAMBA2_STAGES, STAGED
+from equal_compute_seeds import mean_perplexity
 from report import RESULTS, machine, write
 
 import implicit_blocks as ib
@@ -34,12 +36,9 @@ from implicit_blocks.models.implicit_spec import ImplicitLMSpec
 from implicit_blocks.models.specs import LanguageModelSpec
 from trainer.experiments.equal_compute.recipes import Recipe, model_of
 
-IMPLICIT = ("equal_compute_averaged_gates", "equal_compute_averaged_mamba2_stages")
-EXPLICIT = (
-    "equal_compute_averaged_stages", "equal_compute_ablations", "equal_compute_averaged_mamba2_stages",
-    "equal_compute_averaged_mamba2_four_layers",
-)  # fmt: skip
-"""Result files of implicit and explicit models on the other text."""
+IMPLICIT = (GATED, MAMBA2_STAGES)
+EXPLICIT = (STAGED, ABLATED, MAMBA2_STAGES, MAMBA2_FOUR)
+"""Parts of the comparison with implicit and explicit models on the other text."""
 LENGTH = 512
 SCORED = 64  # sequences
 NEW_TOKENS = 64
@@ -53,15 +52,13 @@ HEAD = (
 def recipes() -> list[tuple[Recipe, list[Mapping[str, Any]]]]:
     """Return the best recipe of each size of model, and its runs.
 
-    Best on the text of the choice, over the reported seeds, which are those above 0.
+    Best on the text of the choice, over the reported seeds.
     """
     best: dict[Any, tuple[Recipe, list[Mapping[str, Any]]]] = {}
-    for side, files in (("implicit", IMPLICIT), ("explicit", EXPLICIT)):
-        runs = [run for name in files for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
-        own = [run for run in runs if run["side"] == side and run["recipe"]["seed"]]
-        for recipe, rows in by_recipe(own).items():
+    for side, parts in (("implicit", IMPLICIT), ("explicit", EXPLICIT)):
+        for recipe, rows in several_seeds(*parts):
             key = size_of(recipe)
-            if len(rows) < 2 or recipe.injection != "residual":
+            if recipe.side != side or recipe.injection != "residual":
                 continue
             if key not in best or mean_perplexity(rows, "choice") < mean_perplexity(best[key][1], "choice"):
                 best[key] = recipe, rows

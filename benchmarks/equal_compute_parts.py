@@ -201,8 +201,9 @@ def ending(stages: Mapping[float, int], *, penalty: int) -> str:
     return f"phases=[{phases}, {{name: end, model: {{gradient: {{residual_weight: {penalty}}}}}}}]"
 
 
+BOUNDED_GATES = "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}"
 CHANGES = {
-    "model.residual_scaling={kind: bounded_gate, maximum: 0.75, init: 0.5}": "gates of at most 0.75",
+    BOUNDED_GATES: "gates of at most 0.75",
     "model.residual_scaling={kind: layer_scale, init: 0.25}": "branches scaled by 0.25",
     "model.depth={kind: uniform, low: 1, high: 5}": "random depth of 1 to 5",
     "model.depth={kind: uniform, low: 1, high: 2}": "random depth of 1 or 2",

@@ -339,6 +339,10 @@ def test_points_of_the_choice(half: dict[str, Any]) -> None:
     counts = {part: len(tried(part, ours[0])) for part, ours, _ in rows}
     carried = {SMALL_THIRD: 0, LARGE: 0}
     assert {part: count for part, count in counts.items() if count < 2} == carried
+    (first,) = (
+        row for row in half["compared"]() if row[:2] == ("a", "Llama") and row[2][0].optimizer == "adamw"
+    )
+    assert [len(tried("Llama", side[0])) for side in first[2:]] == [8, 10]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/language.md", "benchmarks/NOTES.md", "CHANGELOG.md"])
