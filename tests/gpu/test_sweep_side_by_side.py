@@ -88,21 +88,18 @@ def files(folder: Path) -> set[str]:
 def require_close(folder: Path, expected: Path, rel: float, searching: tuple[str, ...] = ()) -> None:
     """Require the metrics and evaluations of another run, with numbers up to rounding.
 
-    Rounding may change the iterations of the phases that are ``searching``, and the gradients of these and
-    of the phases after them.
+    Rounding may change the iterations of the phases that are ``searching``.
     """
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         found, wanted = list(read_metrics(folder / name)), list(read_metrics(expected / name))
         assert [row.keys() for row in found] == [row.keys() for row in wanted]
         assert [row["step"] for row in found] == [row["step"] for row in wanted]
-        searched = False
         for row, other in zip(found, wanted, strict=True):
-            searched |= row.get("phase") in searching
             assert row["loss"] == pytest.approx(other["loss"], rel=rel)
             for key in ("phase", "tokens", "samples", "learning_rate", "skipped", "weights"):
                 assert row.get(key) == other.get(key), key
             if name == "metrics.jsonl":
-                assert searched or row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=0.2)
+                assert row["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=0.2)
                 assert row["accuracy"] == pytest.approx(other["accuracy"], abs=0.05)
                 if row["phase"] not in searching:
                     assert row["iterations"] == other["iterations"]
@@ -126,15 +123,18 @@ def test_captured_runs_have_the_metrics_of_the_trainer(name, precision, rel, tmp
 def test_a_phase_that_cannot_be_captured_follows_and_precedes_captured_ones(tmp_path, replays):
     spec, folder = spec_file(RECIPES["looped llama"], tmp_path), tmp_path / "sweep"
     searches = "model: {gradient: {kind: phantom, steps: 1, damping: 0.8}, depth: {kind: until_converged}}"
-    phases = f"phases=[{{name: a, until: 30}}, {{name: b, until: 60, {searches}}}, {{name: c}}]"
-    graphs = "training.cuda_graphs=true"  # of the map, where the step is not captured
-    assert sweep(spec, folder, phases, graphs, "--seeds", "0,1") == 0
+    overrides = [
+        f"phases=[{{name: a, until: 30}}, {{name: b, until: 60, {searches}}}, {{name: c}}]",
+        "training.cuda_graphs=true",  # of the map, where the step is not captured
+        "training.optimizer.learning_rate=1e-3",  # at 4e-3 seed 1 is unstable, and enlarges rounding
+    ]
+    assert sweep(spec, folder, *overrides, "--seeds", "0,1") == 0
     assert any(replays)
     for seed in range(2):
         log = (folder / "logs" / f"seed={seed}.txt").read_text()
         assert log.count("steps run eagerly, not as a captured CUDA graph: depth 'until_converged'") == 1
-        expected = alone(spec, tmp_path / str(seed), phases, graphs, f"training.seed={seed}")
-        require_close(folder / "runs" / f"seed={seed}", expected, 2e-2, searching=("b",))
+        expected = alone(spec, tmp_path / str(seed), *overrides, f"training.seed={seed}")
+        require_close(folder / "runs" / f"seed={seed}", expected, 5e-3, searching=("b",))
 
 
 def test_an_interrupted_sweep_continues_as_if_it_had_not_been(tmp_path):
