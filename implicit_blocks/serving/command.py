@@ -52,10 +52,11 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
             help=f"{text} (default: %(default)s)",
         )
     command.add_argument(
-        "--one-rule",
-        dest="limits_per_request",
-        action="store_false",
-        help="refuse tolerance and max_iterations in requests, which is faster on a GPU",
+        "--max-in-flight",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens of a text that are searched at the same time; 1 decodes them one "
+        "after the other (default: chosen by the number of active texts)",
     )
     command.set_defaults(command=serve)
 

@@ -69,7 +69,7 @@ class Host:
             self.model,
             max_batch_size=self.options.max_batch_size,
             max_seq_len=self.options.max_seq_len,
-            limits_per_request=self.options.limits_per_request,
+            max_in_flight=self.options.max_in_flight,
             # On a CPU prompts take as long together as one after the other.
             gather_seconds=GATHER_SECONDS if self.model.embedding.weight.is_cuda else 0.0,
         )

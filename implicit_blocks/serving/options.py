@@ -31,8 +31,8 @@ class ServerOptions:
         timeout: seconds after which a request is ended with status 504.
         stall_seconds: seconds without progress after which the decoder counts as stuck (status 503).
         shutdown_seconds: seconds that running requests have to finish when the server is stopped.
-        limits_per_request: accept ``tolerance`` and ``max_iterations`` in requests; see ``ContinuousDecoder``
-            for the cost on a GPU.
+        max_in_flight: maximum number of tokens of a text that are searched at the same time, as in
+            ``ContinuousDecoder``; 1 decodes them one after the other.
 
     Raises:
         ValueError: for values out of range, an empty key, or an address that requires a key.
@@ -52,13 +52,15 @@ class ServerOptions:
     timeout: float = 300.0
     stall_seconds: float = 60.0
     shutdown_seconds: float = 30.0
-    limits_per_request: bool = True
+    max_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; choose 1 to 65535, or 0 for any free port")
         for name in ("max_batch_size", "max_seq_len", "max_choices", "max_body_bytes", "max_iterations"):
             require_count(name, getattr(self, name))
+        if self.max_in_flight is not None:
+            require_count("max_in_flight", self.max_in_flight)
         if self.max_queue < 0:
             raise ValueError(f"max_queue is {self.max_queue}; choose 0 or more")
         for name in ("timeout", "stall_seconds", "shutdown_seconds"):

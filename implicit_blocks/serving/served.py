@@ -236,8 +236,8 @@ def _check_limits(served: ServedModel, body: CommonBody | InspectionBody) -> Non
         if value is not None and not served.description.accepts_limits:
             raise ApiError(
                 400,
-                f"{name} is {value}, and this server searches all texts by one rule, or its model does "
-                "not search to a tolerance; omit it",
+                f"{name} is {value}, but no search of this model ends by its residual: it is explicit, or "
+                f"has a fixed number of loops or another exit criterion; omit {name}",
                 param=name,
             )
     if body.max_iterations is not None and body.max_iterations > served.options.max_iterations:

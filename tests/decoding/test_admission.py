@@ -19,7 +19,7 @@ COMPOSED = {"injection": {"kind": "residual"}, "prelude": {"n_layers": 1}, "coda
 
 def decoder_of(model, **options):
     """Return a decoder that pads prompts as for graphs, and the numbers of texts solved together."""
-    options = {"max_batch_size": 6, "max_seq_len": 24, "limits_per_request": True} | options
+    options = {"max_batch_size": 6, "max_seq_len": 24} | options
     decoder, together = ContinuousDecoder(model, **options), []
     decoder.prompts.captured = True
     # The map is searched without padding where it could be captured; on a CPU it is called directly.

@@ -59,9 +59,7 @@ def test_limits_count_the_calls_in_8_bits(tiny_model):
 
 def test_requests_can_have_their_own_limits(tiny_model):
     model = tiny_model("attention")
-    decoder = ContinuousDecoder(
-        model, max_batch_size=1, max_seq_len=16, limits_per_request=True, search_dtype=torch.int8
-    )
+    decoder = ContinuousDecoder(model, max_batch_size=1, max_seq_len=16, search_dtype=torch.int8)
     decoder.submit(Request(prompt=[1, 2], max_new_tokens=4, tolerance=1e-3, max_iterations=90))
     assert all(new.residual <= 1e-3 for new in decoder.run())
 

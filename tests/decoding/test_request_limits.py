@@ -13,7 +13,7 @@ LIMITS = [{}, {"tolerance": 0.1}, {"max_iterations": 2}, {"tolerance": 0.3, "max
 
 def test_each_request_is_searched_by_its_own_limits(family, tiny_model, prompts):
     model = tiny_model(family, tolerance=1e-3)
-    decoder = ContinuousDecoder(model, max_batch_size=3, max_seq_len=24, limits_per_request=True)
+    decoder = ContinuousDecoder(model, max_batch_size=3, max_seq_len=24)
     for prompt, limits in zip(prompts, LIMITS, strict=True):
         decoder.submit(Request(prompt=prompt, max_new_tokens=6, **limits))
     made = [[] for _ in prompts]
@@ -27,21 +27,37 @@ def test_each_request_is_searched_by_its_own_limits(family, tiny_model, prompts)
 
 
 @pytest.mark.parametrize("limits", LIMITS[1:3], ids=["tolerance", "iterations"])
-def test_limits_are_refused_where_all_requests_share_one_rule(explicit_model, tiny_model, limits):
-    request = Request(prompt=[1, 2], max_new_tokens=2, **limits)
-    shared = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=24)
-    explicit = ContinuousDecoder(
-        explicit_model("mamba2"), max_batch_size=1, max_seq_len=24, limits_per_request=True
-    )
-    for decoder in (shared, explicit):
-        with pytest.raises(ValueError, match="limits_per_request"):
-            decoder.submit(request)
+def test_limits_are_refused_where_no_search_ends_by_its_residual(explicit_model, tiny_model, limits):
+    sizes = {"max_batch_size": 1, "max_seq_len": 24}
+    model = tiny_model("mamba2", stopping={"scope": "prefix"})
+    for decoder in (
+        ContinuousDecoder(explicit_model("mamba2"), **sizes),
+        ContinuousDecoder(model, loops=3, **sizes),
+        ContinuousDecoder(model, exit=ib.exits.SecondDifferenceExitSpec(), **sizes),
+    ):
+        assert not decoder.accepts_limits
+        with pytest.raises(ValueError, match=f"has {next(iter(limits))}.*explicit.*fixed number of loops"):
+            decoder.submit(Request(prompt=[1, 2], max_new_tokens=2, **limits))
+        assert not decoder.busy
+
+
+def test_limits_are_written_where_they_differ_from_those_of_the_slot(tiny_model):
+    decoder = ContinuousDecoder(tiny_model("mamba2", tolerance=1e-3), max_batch_size=2, max_seq_len=24)
+    limits, written = decoder.batch.search.limits, []
+    for own in ({}, {"tolerance": 0.1}, {"tolerance": 0.1}, {"max_iterations": 7}, {}, {}):
+        versions = [limit_S._version for limit_S in limits]
+        for _ in range(2):
+            decoder.submit(Request(prompt=[1, 2], max_new_tokens=2, **own))
+        list(decoder.run())
+        written.append(versions != [limit_S._version for limit_S in limits])
+        expected = own.get("tolerance", 1e-3), own.get("max_iterations", 200)
+        for limit_S, value in zip(limits, expected, strict=True):
+            torch.testing.assert_close(limit_S, torch.full_like(limit_S, value), rtol=0, atol=0)
+    assert written == [False, True, False, True, True, False]
 
 
 def test_an_invalid_limit_is_refused(tiny_model):
-    decoder = ContinuousDecoder(
-        tiny_model("mamba2"), max_batch_size=1, max_seq_len=24, limits_per_request=True
-    )
+    decoder = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=24)
     with pytest.raises(ValueError, match="max_iterations"):
         decoder.submit(Request(prompt=[1], max_new_tokens=2, max_iterations=0))
     assert not decoder.busy

@@ -275,14 +275,24 @@ def test_starts_and_solvers_apply_to_tokens_in_flight(option, tiny_model, prompt
     check_texts(model, prompts[:2], tokens=4, count=6, atol=5e-3)
 
 
-def test_requests_have_their_own_tolerance_in_flight(tiny_model, prompts):
-    model = tiny_model("mamba2")
-    own = [{"tolerance": 1e-2}, {}, {"max_iterations": 2, "tolerance": 1e-7}, {"tolerance": 1e-3}]
-    options = {"limits_per_request": True, "tolerance": 1e-4, "requests": own}
-    _, found = decode(model, prompts, tokens=4, **options)
-    _, expected = decode(model, prompts, tokens=1, **options)
-    check_equal([found[2]], [expected[2]], atol=1e-5)
-    assert not any(new.converged for new in found[2][1:])
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+def test_requests_have_their_own_limits_in_flight(family, tiny_model, prompts, late):
+    """Each text is that of sequential decoding by its limits, also with the tolerance 0, which ends none."""
+    model, usual = tiny_model(family), {"tolerance": 1e-4}
+    own = [
+        {"tolerance": 1e-3},
+        {},
+        {"max_iterations": 2, "tolerance": 1e-7},
+        {"tolerance": 0.0, "max_iterations": 9},
+    ]
+    flying, found = decode(model, prompts, tokens=4, requests=own, late=late, **usual)
+    assert flying.statistics.tokens_in_flight > 1
+    for prompt, limits, news in zip(prompts, own, found, strict=True):
+        _, expected = decode(model, [prompt], tokens=1, **(usual | limits))
+        check_equal([news], expected, atol=5e-3)
+    for row, limit in ((2, 2), (3, 9)):
+        assert not any(new.converged for new in found[row])
+        assert {new.iterations for new in found[row]} == {limit}
     assert max(new.residual for new in found[1]) <= 1e-4
     assert max(new.residual for new in found[0]) > 1e-4
 

@@ -13,6 +13,7 @@ from torch.cuda import set_sync_debug_mode
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
 from implicit_blocks.decoding.slots import in_flight
+from implicit_blocks.decoding.slots.fused_map import FusedMap
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,14 +65,14 @@ def prompts():
     return [torch.randint(61, (n,), generator=generator).tolist() for n in (6, 70, 1, 33, 2, 9)]
 
 
-def decode(model, *, slots, fused=True, count=12, sampling=None, **options):
+def decode(model, *, slots, fused=True, count=12, sampling=None, texts=None, limits=None, **options):
     options = {"max_in_flight": 1} | options
     decoder = ContinuousDecoder(model, max_batch_size=slots, max_seq_len=96, **options)
     if not fused:
         decoder.batch.fused = None
-    for row, prompt in enumerate(prompts()):
-        sampled = sampling or Sampling()
-        decoder.submit(Request(prompt=prompt, max_new_tokens=count, seed=row, sampling=sampled))
+    for row, prompt in enumerate(texts or prompts()):
+        own = {"sampling": sampling or Sampling()} | ({} if limits is None else limits[row])
+        decoder.submit(Request(prompt=prompt, max_new_tokens=count, seed=row, **own))
     made = defaultdict(list)
     for new in decoder.run():
         made[new.request].append(new)
@@ -244,6 +245,39 @@ def test_states_change_only_when_a_token_is_committed(mixer, fused):
     assert commits >= 4
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"slots": 2, "buckets": [2]},
+        {"slots": 2, "buckets": [2], "max_in_flight": 4},
+        {"slots": 1, "search_dtype": torch.int8},  # with others, fewer calls are in 8 bits
+    ],
+    ids=["sequential", "in-flight", "8-bit"],
+)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_each_request_is_decoded_as_by_a_decoder_with_its_limits(mixer, options):
+    """Also with the tolerance 0, which a decoder has only one after the other."""
+    model = built(mixer)
+    limits = [
+        {"tolerance": 1e-3},
+        {"tolerance": 1e-2},
+        {"max_iterations": 3},
+        {"tolerance": 3e-3, "max_iterations": 20},
+        {"tolerance": 0.0, "max_iterations": 6},
+        {"tolerance": 3e-2},
+    ]
+    decoder, found = decode(model, limits=limits, **options)
+    assert all_captured(decoder)
+    assert FusedMap.searches(decoder.batch.search)
+    assert decoder.wavefront is None or decoder.wavefront.whole is not None
+    assert decoder.quantized is None or decoder.quantized.calls > 0
+    for prompt, own, news in zip(prompts(), limits, found, strict=True):
+        _, (expected,) = decode(model, texts=[prompt], **(options | own))
+        assert_same([news], [expected])
+        assert [new.iterations for new in news] == [old.iterations for old in expected]
+        assert [new.converged for new in news] == [old.converged for old in expected]
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -310,11 +344,11 @@ def test_a_few_texts_have_several_tokens_in_flight_by_default(caplog):
     in_flight.report_sequential.cache_clear()  # a test before may have caused the same report
     model = built("mamba2")
 
-    def tokens(*, texts=4, **options):
+    def tokens(model=model, *, texts=4, **options):
         options = {"max_batch_size": texts, "max_seq_len": 96} | options
         decoder = ContinuousDecoder(model, **options)
-        for _ in range(texts):
-            decoder.submit(Request(prompt=[1], max_new_tokens=2))
+        for number in range(texts):
+            decoder.submit(Request(prompt=[1], max_new_tokens=2, tolerance=1e-2 / (1 + number)))
         decoder.step()
         return 1 if decoder.wavefront is None else decoder.tokens_in_flight
 
@@ -328,9 +362,10 @@ def test_a_few_texts_have_several_tokens_in_flight_by_default(caplog):
         {"search_dtype": torch.int8},
         {"warm_start": True},
         {"max_in_flight": 1},
-        {"limits_per_request": True},
     ):
         assert tokens(**options) == 1, options
+    undamped = ib.AtEvaluation(solver=ib.PicardSpec(damping=0.7, undamped_first=True))
+    assert tokens(built("mamba2", at_evaluation=undamped)) == 1
     assert caplog.text.count("calls on several tokens are not fused") == 1
     found = ib.generate(model, prompts()[:2], max_new_tokens=12)
     expected = ib.generate(model, prompts()[:2], max_new_tokens=12, max_in_flight=1)

@@ -13,10 +13,13 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 import implicit_blocks as ib
 from implicit_blocks.decoding.slots.fused_layers import FusedAttention, FusedStep
+from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.layers import RMSNorm
 from implicit_blocks.mixers.attention.mixer import AttentionContext
 from implicit_blocks.ops.quantization import LARGEST, EightBits, eight_bits
 from implicit_blocks.ops.rotary import rotation_tables
+from implicit_blocks.solution import finite_or
+from implicit_blocks.solvers import Picard
 from tests.gpu.interpreter import DEVICE, HALF, INTERPRETED, MARKS, random
 
 pytestmark = MARKS
@@ -125,6 +128,72 @@ def test_a_token_of_attention_is_that_of_the_mixer(qk_norm, kv, rows, stored):
     else:
         torch.testing.assert_close(own.key_scales, states.key_scales)
         assert (own.keys.int() - states.keys.int()).abs().max() <= 1  # ties of the rounding
+
+
+@pytest.mark.parametrize(("norm", "damping"), [("relative", 0.9), ("absolute", 0.4)])
+@torch.no_grad()
+def test_a_step_of_searches_by_the_limits_of_their_slots_is_that_of_plain_operators(norm, damping):
+    """Of slots that search, whose values may not be finite, slots that commit, and idle ones."""
+    from implicit_blocks.ops.kernels.decoding_search import take_in
+
+    slots, width = 64, 70
+    stopping = ib.Stopping(tolerance=1e-3, max_iterations=50, norm=norm)
+    search = SlotSearch(
+        Picard(damping=damping), stopping, slots=slots, width=width, device=DEVICE, dtype=torch.float32
+    )
+    rows = torch.randperm(slots, device=DEVICE)[:50]
+    for points in (search.z, search.best):
+        points.copy_(random(slots, width))
+    step = random(50, width) * 10 ** torch.linspace(-6, 1, 50, device=DEVICE)[:, None]
+    fz = search.z[rows] + step
+    fz[3, 5], fz[17, 0], fz[40] = torch.inf, torch.nan, torch.nan
+    search.residual.copy_(torch.where(random(slots) > 0, torch.inf, 2.0))
+    search.scale.copy_(random(slots).abs())
+    search.iterations.copy_(torch.randint(40, (slots,), device=DEVICE))
+    tolerance_S, max_iterations_S = search.limits
+    tolerance_S.copy_((10 ** (2 * random(slots) - 3)).clamp(max=1.0))
+    tolerance_S[rows[:4]] = 0.0
+    max_iterations_S.copy_(torch.randint(1, 60, (slots,), device=DEVICE))
+    busy, lengths = random(slots) > -1, torch.randint(20, (slots,), device=DEVICE)
+    search.done.copy_(random(slots) > 1)
+    busy[rows[9:12]], search.done[rows[9:12]] = True, True
+    hidden, entries = random(slots, width), torch.randint(4, (3, slots), device=DEVICE)
+    committing = busy[rows] & search.done[rows]
+    own, own_hidden, own_lengths, own_entries = copy.deepcopy((search, hidden, lengths, entries))
+    take_in(
+        fz,
+        rows,
+        committing,
+        busy,
+        z_SD=own.z,
+        best_SD=own.best,
+        hidden_SD=own_hidden,
+        residual_S=own.residual,
+        scale_S=own.scale,
+        iterations_S=own.iterations,
+        converged_S=own.converged,
+        done_S=own.done,
+        lengths_S=own_lengths,
+        entries_YS=own_entries,
+        taps=4,
+        damping=damping,
+        limits_S=own.limits,
+        relative=norm == "relative",
+    )
+    hidden[rows] = torch.where(committing[:, None], finite_or(fz, search.z[rows]), hidden[rows])
+    search.take(rows, fz, busy[rows] & ~committing, lambda z: z)
+    search.done[rows] &= ~committing
+    lengths[rows] += committing
+    entries[:, rows] = (entries[:, rows] + committing) % 4
+    ended, active = search.done[rows], busy[rows] & ~committing
+    for some in (active & ended & search.converged[rows], active & ended, active & ~ended, committing):
+        assert some.any()
+    sound = active & fz.isfinite().all(1)  # the scale of others is not read again
+    torch.testing.assert_close(own.scale[rows[sound]], search.scale[rows[sound]], rtol=1e-5, atol=0)
+    for name in ("z", "best", "residual", "iterations", "converged", "done"):
+        torch.testing.assert_close(getattr(own, name), getattr(search, name), rtol=1e-5, atol=1e-6, msg=name)
+    for found, expected in ((own_hidden, hidden), (own_lengths, lengths), (own_entries, entries)):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.int8, torch.float8_e4m3fn], ids=str)

@@ -401,6 +401,8 @@ def test_the_wavefront_kernels_decide_as_the_plain_operators_do(tokens, seed):
         points.copy_(random(len(rows), tokens, 64))
     results.following[chance(0.2, len(rows), tokens)] = torch.inf
     results.chosen.copy_(integers(1, len(rows), tokens))
+    batch.search.limits[0].copy_(torch.tensor([0.0, 3e-5, 1e-4, 5e-4], device=DEVICE)[integers(3, 64)])
+    batch.search.limits[1].copy_(1 + integers(120, 64))
     batch.point("step", rows.tolist())
     start = copy.deepcopy(state_of(wavefront, results))
     wavefront.whole.decide(rows, results)
@@ -425,7 +427,7 @@ def test_a_step_with_codes_is_that_of_the_rounded_weights(case, dtype):
     """In kernels, with weights in 8 bits, and in plain operators, with weights rounded to their values."""
     found = []
     for kernels in (True, False):
-        decoder = ContinuousDecoder(built(case), max_batch_size=4, max_seq_len=40, search_dtype=dtype)
+        decoder = ContinuousDecoder(built(case), max_batch_size=6, max_seq_len=40, search_dtype=dtype)
         batch, quantized = decoder.batch, decoder.quantized
         if kernels and INTERPRETED:
             room = batch.ends.max_seq_len
@@ -438,18 +440,20 @@ def test_a_step_with_codes_is_that_of_the_rounded_weights(case, dtype):
         for tensor in (batch.search.z, batch.search.best, batch.ends.u_SU):
             tensor.copy_(random(*tensor.shape))
         batch.search.z[1] = torch.inf
-        batch.lengths_S.copy_(torch.tensor([3, 0, 9, 5]))
-        batch.busy_S.copy_(torch.tensor([True, True, True, False]))
-        batch.search.done.copy_(torch.tensor([False, False, True, False]))
-        batch.search.iterations.copy_(torch.tensor([5, 3, 4, 7]))
+        batch.lengths_S.copy_(torch.tensor([3, 0, 9, 5, 2, 2]))
+        batch.busy_S.copy_(torch.tensor([True, True, True, False, True, True]))
+        batch.search.done.copy_(torch.tensor([False, False, True, False, False, False]))
+        batch.search.iterations.copy_(torch.tensor([5, 3, 4, 7, 1, 1]))
+        batch.search.set_limits([4], 100.0, 90)  # which the first residual is within
+        batch.search.set_limits([5], 1e-4, 8)  # half of which are taken
         quantized.coarse_S.fill_(True)
         assert (quantized.fused is not None) == kernels
-        for rows in ([3, 0], [2, 1]) * 3:
+        for rows in ([3, 0], [2, 1], [5, 4]) * 3:
             quantized._step(torch.tensor(rows, device=DEVICE))
         search = batch.search
         found.append((search.z, search.best, search.iterations, quantized.coarse_S))
     coarse = found[0][3].tolist()
-    assert coarse[1:] == [False, True, True]
+    assert coarse[1:] == [False, True, True, False, False]
     if dtype == torch.int8 and case != "mamba2-groups":  # elsewhere the first text is near the bound
         assert coarse[0]
     for ours, wanted in zip(*found, strict=True):

@@ -260,9 +260,7 @@ class Gate:
         self.made += 1
         if self.made > 1 and self.cannot_restart:
             raise RuntimeError("no memory left at /secret/path")
-        decoder = ContinuousDecoder(
-            self.model, max_batch_size=self.slots, max_seq_len=96, limits_per_request=True
-        )
+        decoder = ContinuousDecoder(self.model, max_batch_size=self.slots, max_seq_len=96)
         step = decoder.step
 
         def held() -> Any:

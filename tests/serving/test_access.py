@@ -31,7 +31,8 @@ def test_another_address_requires_a_key_or_the_consent_to_serve_everyone(host):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("port", -1), ("port", 70_000), ("max_batch_size", 0), ("max_seq_len", -3), ("max_queue", -1),
-     ("max_body_bytes", 0), ("timeout", 0.0), ("timeout", float("inf")), ("stall_seconds", float("nan"))],
+     ("max_body_bytes", 0), ("max_in_flight", 0), ("timeout", 0.0), ("timeout", float("inf")),
+     ("stall_seconds", float("nan"))],
 )  # fmt: skip
 def test_an_option_out_of_range_is_named(name, value):
     with pytest.raises(ValueError, match=name):

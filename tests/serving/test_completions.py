@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -211,10 +213,43 @@ def test_tolerance_and_iterations_of_a_request_apply_to_it_alone(server):
     assert text_of(server.complete("Hello", max_tokens=6, tolerance=0.5)) == expected
 
 
-def test_a_server_of_one_rule_refuses_limits(model, start):
-    server = start(model, limits_per_request=False)
-    assert server.complete("a", max_tokens=2, max_iterations=3).status == 400
-    assert server.complete("a", max_tokens=2).status == 200
+def completed_together(server):
+    """Return the choices of requests with their own limits, whose texts enter the decoder together."""
+    stop = server.expected(list(b"Hello"), 9)[4:6]
+    own = [{"tolerance": 1e-3}, {}, {"tolerance": 1e-7, "max_iterations": 3}, {"stop": stop}]
+    step = server.worker.decoder.step
+    server.worker.decoder.step = lambda: step() if server.worker.decoder.submitted >= len(own) else []
+
+    def complete(prompt, fields):
+        return server.complete(prompt, max_tokens=9, return_iterations=True, logprobs=1, **fields).json
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(complete, ("Hello", "z", "Hello", "Hello"), own))
+
+
+def test_tokens_in_flight_change_no_completion(model, start):
+    """Of requests with their own limits in one batch; a stop string ends one among tokens in flight."""
+    found = []
+    for in_flight in (1, 4):
+        server = start(model, max_in_flight=in_flight)
+        bodies = completed_together(server)
+        assert server.idle()
+        assert (server.worker.decoder.statistics.tokens_in_flight > 1) == (in_flight > 1)
+        reports = [body["choices"][0]["token_reports"] for body in bodies]
+        for tokens, body in zip(reports, bodies, strict=True):
+            assert body["usage"]["completion_tokens"] == len(tokens)
+            assert body["usage"]["iterations"] == sum(one["iterations"] for one in tokens)
+            assert body["usage"]["unconverged_tokens"] == sum(not one["converged"] for one in tokens)
+        assert {one["iterations"] for one in reports[2]} == {3}
+        metrics = server.request("GET", "/metrics").body.decode()
+        counted = float(re.search(r"^implicit_blocks_tokens_total (\S+)", metrics, re.MULTILINE)[1])
+        assert 0 <= counted - sum(map(len, reports)) < 9  # tokens after the stop string
+        found.append([body["choices"][0] for body in bodies])
+    assert found[0][3]["finish_reason"] == "stop"
+    for one, other in zip(*found, strict=True):
+        assert (one["text"], one["finish_reason"]) == (other["text"], other["finish_reason"])
+        values = [choice["logprobs"]["token_logprobs"] for choice in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=0.01)
 
 
 def test_a_model_without_a_tokenizer_reads_and_writes_numbers(start, make_model):

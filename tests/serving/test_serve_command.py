@@ -102,10 +102,11 @@ def test_a_run_without_a_checkpoint_is_refused(run, tmp_path):
         (["RUN", "--host", "no.such.host.invalid", "--no-auth"], "cannot listen"),
         (["RUN", "--port", "99999"], "port is 99999"),
         (["RUN", "--max-seq-len", "0"], "max_seq_len"),
+        (["RUN", "--max-in-flight", "0"], "max_in_flight"),
         (["RUN", "--tokenizer", "nowhere.json"], "no tokenizer at"),
         (["RUN", "--device", "warp"], "device"),
     ],
-    ids=["no source", "no key", "no host", "no port", "no length", "no tokenizer", "no device"],
+    ids=["no source", "no key", "no host", "no port", "no length", "no token", "no tokenizer", "no device"],
 )
 def test_invalid_requests_are_reported_before_the_server_starts(run, capsys, arguments, message):
     given = [str(run) if argument == "RUN" else argument for argument in arguments]

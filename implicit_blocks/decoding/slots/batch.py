@@ -57,7 +57,6 @@ class SlotBatch:
         options: options of the searches.
         graphs: capture the procedures, unless modules have hooks, which graphs do not call.
         state_dtype: dtype of recurrent states; None: the mixers' default.
-        limits_per_slot: whether prompts can have their own tolerance and maximum number of iterations.
 
     """
 
@@ -70,7 +69,6 @@ class SlotBatch:
         options: SearchOptions,
         graphs: bool,
         state_dtype: torch.dtype | None = None,
-        limits_per_slot: bool = False,
     ) -> None:
         self.model, self.max_batch_size, self.options = model, max_batch_size, options
         embedding = model.embedding.weight
@@ -107,7 +105,6 @@ class SlotBatch:
             dtype=model.stream_dtype,
             moving_average=options.moving_average,
             exit=criterion,
-            limits_per_slot=limits_per_slot,
         )
         self.lengths_S = torch.zeros(max_batch_size, dtype=torch.int64, device=self.device)
         """The number of tokens that each slot has committed."""

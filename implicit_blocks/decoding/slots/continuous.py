@@ -77,8 +77,6 @@ class ContinuousDecoder:
             are in float32 or better by default: it halves the memory traffic and rounds at every token.
             ``torch.int8`` applies to keys and values: it halves the memory traffic of 16 bits and rounds each
             head once, to multiples of 1/127 of its largest feature.
-        limits_per_request: accept requests with their own ``tolerance`` and ``max_iterations``. On a GPU the
-            steps then run without the fused kernel of the search, which has one rule for all slots.
         max_in_flight: maximum number of tokens of a text that are searched at the same time (wavefront
             decoding). 1 decodes them one after the other, as is done, with a line in the log, where a mixer
             or an option of the search does not support several. None: on a GPU where fused kernels compute
@@ -114,7 +112,6 @@ class ContinuousDecoder:
         window_length: int | None = None,
         graphs: bool = True,
         state_dtype: torch.dtype | None = None,
-        limits_per_request: bool = False,
         max_in_flight: int | None = None,
         search_dtype: torch.dtype | Literal["auto"] | None = None,
         prefill_chunk: int | None = None,
@@ -148,7 +145,6 @@ class ContinuousDecoder:
             options=options,
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
-            limits_per_slot=limits_per_request,
         )
         self.prompts = SlotPrompts(self.batch, window_length=window_length)
         self.quantized = quantized_search(self.batch, search_dtype, in_flight=max_in_flight)
@@ -219,7 +215,7 @@ class ContinuousDecoder:
 
     @property
     def accepts_limits(self) -> bool:
-        """Whether requests can have their own tolerance and maximum number of iterations."""
+        """Whether requests can have their own tolerance and iterations: searches end by their residuals."""
         return self.batch.search.limits is not None
 
     def cancel(self, number: int) -> bool:

@@ -134,8 +134,8 @@ class FusedFlight:
         """Decide on all tokens; see ``Wavefront.decide``."""
         from implicit_blocks.ops.kernels.decoding_wavefront import decide_tokens
 
-        stopping = self.wavefront.batch.search.stopping
-        assert stopping is not None
+        limits = self.wavefront.batch.search.limits
+        assert limits is not None
         decide_tokens(
             self._windows(),
             rows_R,
@@ -144,8 +144,7 @@ class FusedFlight:
             chosen_RW=results.chosen,
             report_5RW=results.report,
             counts_3=self.wavefront.counts_3,
-            tolerance=stopping.tolerance,
-            max_iterations=stopping.max_iterations,
+            limits_S=limits,
         )
 
     def _windows(self) -> Windows:

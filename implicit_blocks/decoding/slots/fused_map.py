@@ -208,9 +208,10 @@ class FusedMap(FusedStack):
         from implicit_blocks.ops.kernels.decoding_search import take_in, take_up
 
         search = batch.search
-        solver, stopping = search.solver, search.stopping
+        solver, rule, limits = search.solver, search.rule, search.limits
         assert isinstance(solver, Picard)
-        assert stopping is not None
+        assert rule is not None
+        assert limits is not None
         z_RD, lengths, committing = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
         ends = batch.ends
         fz_RD = self(z_RD, FusedStep(rows_R, ends.u_SU, lengths, committing), ends)
@@ -232,9 +233,8 @@ class FusedMap(FusedStack):
             entries_YS=entries,
             taps=taps,
             damping=solver.damping,
-            tolerance=stopping.tolerance,
-            max_iterations=stopping.max_iterations,
-            relative=stopping.norm == "relative",
+            limits_S=limits,
+            relative=rule.relative,
         )
         if not ends.plain:
             ends.pending_S[rows_R] |= committing
@@ -243,7 +243,7 @@ class FusedMap(FusedStack):
     def searches(search: SlotSearch) -> bool:
         """Whether ``step`` supports this search."""
         plain = type(search.solver) is Picard and not search.solver.undamped_first
-        return plain and search.averages is None and search.exit is None and search.limits is None
+        return plain and search.averages is None and search.limits is not None
 
     def __call__(self, z_RD: Tensor, step: FusedStep, ends: SlotEnds) -> Tensor:
         """Return ``f(z)``."""

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from implicit_blocks.cuda.procedures import put_
 from implicit_blocks.decoding.prompts import needed_ids
-from implicit_blocks.decoding.slots.batch import SlotBatch, slot_search_config
+from implicit_blocks.decoding.slots.batch import SlotBatch
 from implicit_blocks.decoding.slots.texts import Text
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.map_graphs import MapGraphs
@@ -132,14 +132,15 @@ def limited_options(
     batch: SlotBatch, slots: Sequence[int], tolerance: float | None, max_iterations: int | None
 ) -> SearchOptions:
     """Set the limits of these slots, and return the options of a search with them."""
-    options, search = batch.options, batch.search
-    if search.limits is None:
-        return options
-    options = options.limited(tolerance, max_iterations)
-    _, stopping, _ = slot_search_config(batch.model, options)
-    assert stopping is not None
-    search.set_limits(slots, stopping.tolerance, stopping.max_iterations)
-    return options
+    search, stopping = batch.search, batch.search.stopping
+    if search.limits is None or stopping is None:
+        return batch.options
+    search.set_limits(
+        slots,
+        stopping.tolerance if tolerance is None else tolerance,
+        stopping.max_iterations if max_iterations is None else max_iterations,
+    )
+    return batch.options.limited(tolerance, max_iterations)
 
 
 def commit_prompts(

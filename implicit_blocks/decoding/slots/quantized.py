@@ -70,7 +70,7 @@ def quantized_search(
 def _obstacle(batch: SlotBatch, dtype: torch.dtype) -> str | None:
     """Return the reason why searches cannot use weights in 8 bits, or None."""
     search = batch.search
-    if search.solver is None or search.exit is not None or search.averages is not None:
+    if search.limits is None or search.averages is not None:
         return "no search ends by its residual"
     if isinstance(search.solver, SearchingSolver):
         return f"the solver {type(search.solver).__name__} has a stopping rule of its own"
@@ -169,11 +169,8 @@ class QuantizedSearch:
         fz_RD = f(z_RD)
         assert search.rule is not None
         assert search.solver is not None
-        assert search.stopping is not None
-        most: int | Tensor = search.stopping.max_iterations
-        tolerance: float | Tensor = search.stopping.tolerance
-        if search.limits is not None:
-            tolerance, most = (limit[rows_R] for limit in search.limits)
+        assert search.limits is not None
+        tolerance_R, most_R = (limit_S[rows_R] for limit_S in search.limits)
         scale = search.scale[rows_R, None]
         empty = torch.full_like(scale, torch.inf)
         iterations = search.iterations[rows_R]
@@ -184,7 +181,8 @@ class QuantizedSearch:
         finite_R = residual_R.isfinite() & further.sum(-1).isfinite()
         moves_R = active_R & finite_R
         iterations = iterations + active_R
-        far_R = finite_R & (residual_R > self.begin_fine) & (residual_R > tolerance) & (2 * iterations < most)
+        far_R = finite_R & (residual_R > self.begin_fine) & (residual_R > tolerance_R)
+        far_R &= 2 * iterations < most_R
         further = torch.where(moves_R[:, None], further, z_RD)
         search.z[rows_R] = further
         search.best[rows_R] = torch.where(moves_R[:, None], further, search.best[rows_R])
@@ -202,9 +200,10 @@ class QuantizedSearch:
         from implicit_blocks.ops.kernels.decoding_search import take_coarse, take_up
 
         batch, search, ends = self.batch, self.batch.search, self.batch.ends
-        solver, stopping = search.solver, search.stopping
+        solver, rule, limits = search.solver, search.rule, search.limits
         assert isinstance(solver, Picard)
-        assert stopping is not None
+        assert rule is not None
+        assert limits is not None
         z_RD, lengths_R, _ = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
         step = FusedStep(rows_R, ends.u_SU, lengths_R, self._never_S[: len(rows_R)])
         take_coarse(
@@ -218,9 +217,9 @@ class QuantizedSearch:
             scale_S=search.scale,
             iterations_S=search.iterations,
             damping=solver.damping,
-            begin_fine=max(self.begin_fine, stopping.tolerance),
-            max_iterations=stopping.max_iterations,
-            relative=stopping.norm == "relative",
+            begin_fine=self.begin_fine,
+            limits_S=limits,
+            relative=rule.relative,
         )
 
 

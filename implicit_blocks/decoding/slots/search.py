@@ -39,7 +39,6 @@ class SlotSearch:
         moving_average: α of an average over the iterates, or None.
         exit: the exit criterion whose measures decide, whose predictions are functions of single points;
             None: the residual.
-        limits_per_slot: whether ``set_limits`` can change tolerance and iterations of single slots.
 
     Raises:
         ValueError: the exit criterion does not fit the stopping rule.
@@ -57,7 +56,6 @@ class SlotSearch:
         dtype: torch.dtype,
         moving_average: float | None = None,
         exit: Exit | None = None,
-        limits_per_slot: bool = False,
     ) -> None:
         self.solver, self.stopping, self.exit = solver, stopping, exit
         if exit is not None and stopping is not None:
@@ -73,10 +71,12 @@ class SlotSearch:
             self.rule = StatusRule(tolerance, stopping.norm == "relative", scale_limit)
         self.iterations = torch.zeros(slots, device=device, dtype=torch.int64)
         self.limits: tuple[Tensor, Tensor] | None = None
-        """Each slot's tolerance and maximum number of iterations, (S,); None: the stopping rule's in all."""
-        if limits_per_slot and solver is not None and stopping is not None and self.exit is None:
+        """Each slot's tolerance and maximum number of iterations, (S,); None: residuals end no search."""
+        self._limits: dict[int, tuple[float, int]] = {}  # those of each slot, on the host
+        if solver is not None and stopping is not None and self.exit is None:
             tolerance_S = torch.full_like(self.residual, stopping.tolerance)
             self.limits = tolerance_S, torch.full_like(self.iterations, stopping.max_iterations)
+            self._limits = dict.fromkeys(range(slots), (stopping.tolerance, stopping.max_iterations))
         self.converged = torch.zeros(slots, device=device, dtype=torch.bool)
         self.done = torch.zeros_like(self.converged)
         self.state: Any = () if solver is None else pytree.tree_map(torch.clone, solver.init(self.z))
@@ -91,10 +91,14 @@ class SlotSearch:
     def set_limits(self, slots: Sequence[int], tolerance: float, max_iterations: int) -> None:
         """Set the tolerance and the maximum number of iterations of the next searches of some slots."""
         assert self.limits is not None
+        limits = tolerance, max_iterations
+        if all(self._limits[slot] == limits for slot in slots):
+            return
         slots_B = torch.empty(len(slots), dtype=torch.int64, device=self.z.device)
         put_(slots_B, slots)
-        for whole_S, value in zip(self.limits, (tolerance, max_iterations), strict=True):
+        for whole_S, value in zip(self.limits, limits, strict=True):
             whole_S.index_fill_(0, slots_B, value)
+        self._limits |= dict.fromkeys(slots, limits)
 
     def begin(self, slots_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
         """Begin a token in each of these slots, or in those of them where ``where_R`` (R,) bool is True."""

@@ -35,7 +35,7 @@ class Request:
     """A prompt to be continued by ``max_new_tokens`` tokens, or up to the first of ``stop_token_ids``.
 
     ``seed`` is that of the row's random generator. ``tolerance`` and ``max_iterations`` of its searches
-    differ from the decoder's where they are not None, which requires ``limits_per_request``.
+    differ from the decoder's where they are not None; ``ContinuousDecoder.accepts_limits`` must be True.
     ``logits_processor`` changes the logits before ``sampling``, and ``stopping_criteria`` end the text, as in
     ``generate``.
     """
@@ -171,8 +171,8 @@ def check_limits(request: Request, stopping: Stopping | None, *, accepted: bool)
     if not accepted or stopping is None:
         named = " and ".join(f"{name} {value}" for name, value in given.items())
         raise ValueError(
-            f"the request has {named}, and this decoder searches all texts by one rule; omit them, or create "
-            "the decoder with limits_per_request=True, for an implicit model that searches to a tolerance"
+            f"the request has {named}, but no search of this decoder ends by its residual: the model is "
+            f"explicit, or has a fixed number of loops or another exit criterion; omit {' and '.join(given)}"
         )
     SearchOptions(tolerance=request.tolerance, max_iterations=request.max_iterations).stopping(stopping)
 

@@ -385,14 +385,11 @@ def _propose(
 @torch.no_grad()
 def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
     batch, tokens, index = wavefront.batch, wavefront.tokens, wavefront._index(rows_R)
-    stopping, rule, limits = batch.search.stopping, batch.search.rule, batch.search.limits
-    assert stopping is not None
+    rule, limits = batch.search.rule, batch.search.limits
     assert rule is not None
+    assert limits is not None
     flight, count = wavefront.flight.take(index, tokens), wavefront.count_S[rows_R]
-    most: int | Tensor = stopping.max_iterations
-    if limits is not None:
-        tolerance, most = (limit[rows_R, None] for limit in limits)
-        rule = replace(rule, tolerance=tolerance)
+    tolerance_R1, most_R1 = (limit_S[rows_R, None] for limit_S in limits)
     order = torch.arange(tokens, device=batch.device)
     flying, done = order < count[:, None], flight.done
     commits = done.sum(1)
@@ -406,13 +403,13 @@ def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
     stays = stays & ((order <= commits[:, None]) | ~(head & ~finite).any(1, keepdim=True))
     stays = (stays & flying).cumprod(1).bool()
     end = stays.sum(1)  # the number of tokens that stay in flight
-    within = stays & ~done & (deciding_residual(own) <= rule.tolerance)
+    within = stays & ~done & (deciding_residual(own) <= tolerance_R1)
     solved = within & (flight.within < torch.inf)
     # The head decides as in sequential decoding.
     status = Status(flight.lowest, flight.lowest, flight.lowest, flight.iterations, head, flight.scale)
     (_, lowest, *_), improved, _ = rule.update(status, flight.residual)
     best = torch.where(improved[..., None], results.value, flight.best)
-    stops = head & stays & ~solved & (~finite | ((flight.as_head >= most) & ~within))
+    stops = head & stays & ~solved & (~finite | ((flight.as_head >= most_R1) & ~within))
     given_up, again = stops & flight.clean, stops & ~flight.clean
     z = torch.where((stays & ~done)[..., None], results.following, flight.z)
     z = torch.where(solved[..., None], results.value, z)
@@ -426,7 +423,7 @@ def _decide(wavefront: Wavefront, rows_R: Tensor, results: Results) -> None:
             chosen,
             flight.iterations - (~done).long(),  # without the second call within the tolerance
             torch.where(done, lowest, flight.within),
-            ~done | (lowest <= rule.tolerance),
+            ~done | (lowest <= tolerance_R1),
         ),
         strict=True,
     ):

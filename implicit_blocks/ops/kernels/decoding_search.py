@@ -63,15 +63,14 @@ def take_in(
     entries_YS: Tensor | None,
     taps: int,
     damping: float,
-    tolerance: float,
-    max_iterations: int,
+    limits_S: tuple[Tensor, Tensor],
     relative: bool,
 ) -> None:
     """Take a Picard step in slots that search; in those that commit, count the token and keep ``f(z)``.
 
-    Computes what ``SlotSearch.take`` computes. All tensors but the first four are updated in place, in the
-    rows' slots. ``entries_YS`` advance by one, modulo ``taps``, where a token is committed. ``scale_S`` is
-    that of the relative residual, float64.
+    Computes what ``SlotSearch.take`` computes, with its ``limits``. All other tensors but the first four are
+    updated in place, in the rows' slots. ``entries_YS`` advance by one, modulo ``taps``, where a token is
+    committed. ``scale_S`` is that of the relative residual, float64.
     """
     width = fz_RD.shape[1]
     layers = 1 if entries_YS is None else entries_YS.shape[0]
@@ -96,8 +95,7 @@ def take_in(
             layers,
             taps,
             damping,
-            tolerance,
-            max_iterations,
+            *limits_S,
             RELATIVE_FLOOR,
             RELATIVE=relative,
             HAS_ENTRIES=entries_YS is not None,
@@ -121,13 +119,13 @@ def take_coarse(
     iterations_S: Tensor,
     damping: float,
     begin_fine: float,
-    max_iterations: int,
+    limits_S: tuple[Tensor, Tensor],
     relative: bool,
 ) -> None:
     """Take a Picard step by a value with weights in 8 bits, in slots that search.
 
-    Computes what ``QuantizedSearch`` computes: a slot leaves ``coarse_S`` if its residual is at most
-    ``begin_fine``, after half of its iterations, or if its value is not finite, and then keeps its point.
+    Computes what ``QuantizedSearch`` computes: a slot leaves ``coarse_S`` at a residual up to ``begin_fine``
+    or its tolerance, after half of its iterations, or if its value is not finite, and then keeps its point.
     """
     width = fz_RD.shape[1]
     with on_device(fz_RD.device):
@@ -144,7 +142,7 @@ def take_coarse(
             width,
             damping,
             begin_fine,
-            max_iterations,
+            *limits_S,
             RELATIVE_FLOOR,
             RELATIVE=relative,
             BLOCK=triton.next_power_of_2(width),
@@ -172,8 +170,8 @@ def _take_up(
 @triton.jit
 def _take_in(
     fz_ptr, rows_ptr, committing_ptr, busy_ptr, z_ptr, best_ptr, hidden_ptr, residual_ptr, scale_ptr,
-    iterations_ptr, converged_ptr, done_ptr, lengths_ptr, entries_ptr, S, D, Y, taps, damping, tolerance,
-    max_iterations, floor, RELATIVE: tl.constexpr, HAS_ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    iterations_ptr, converged_ptr, done_ptr, lengths_ptr, entries_ptr, S, D, Y, taps, damping,
+    tolerance_ptr, most_ptr, floor, RELATIVE: tl.constexpr, HAS_ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_Y: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -197,10 +195,11 @@ def _take_in(
     before = tl.load(residual_ptr + slot)
     # An inactive slot is measured by its lowest residual again, and does not improve.
     _, deciding = freeze(active, narrow(residual), before)
+    tolerance = tl.load(tolerance_ptr + slot)
     improved, lowest, above = decide(deciding, before, tolerance)
     iterations = tl.load(iterations_ptr + slot) + active.to(tl.int64)
     reached = active & (deciding <= tolerance)
-    ended = active & ((above == 0) | (iterations >= max_iterations))
+    ended = active & ((above == 0) | (iterations >= tl.load(most_ptr + slot)))
     best = tl.load(best_ptr + slot * D + column, mask=real, other=0.0)
     best = tl.where(improved, fz, best)
     # as torch.lerp
@@ -229,7 +228,7 @@ def _take_in(
 @triton.jit
 def _take_coarse(
     fz_ptr, rows_ptr, z_ptr, best_ptr, busy_ptr, done_ptr, coarse_ptr, scale_ptr, iterations_ptr, D,
-    damping, begin_fine, max_iterations, floor, RELATIVE: tl.constexpr, BLOCK: tl.constexpr,
+    damping, begin_fine, tolerance_ptr, most_ptr, floor, RELATIVE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     start_next(PDL)
@@ -249,11 +248,13 @@ def _take_coarse(
     if RELATIVE:
         size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
         residual, _ = relative_residual(residual, size, tl.load(scale_ptr + slot), floor)
+    residual = narrow(residual)
     # as torch.lerp
     further = tl.where(damping < 0.5, z + damping * step, fz - step * (1.0 - damping))
     finite = (tl.abs(tl.sum(further)) < float("inf")) & (residual < float("inf"))
     moves = active & finite
-    far = finite & (residual > begin_fine) & (2 * iterations < max_iterations)
+    far = finite & (residual > begin_fine) & (residual > tl.load(tolerance_ptr + slot))
+    far = far & (2 * iterations < tl.load(most_ptr + slot))
     tl.debug_barrier()  # all threads have loaded what the stores below replace
     tl.store(z_ptr + slot * D + column, further, mask=real & moves)
     tl.store(best_ptr + slot * D + column, further, mask=real & moves)

@@ -180,10 +180,9 @@ def decide_tokens(
     chosen_RW: Tensor,
     report_5RW: Tensor,
     counts_3: Tensor,
-    tolerance: float,
-    max_iterations: int,
+    limits_S: tuple[Tensor, Tensor],
 ) -> None:
-    """Decide which tokens are solved, begin anew, begin or continue, and move the windows."""
+    """Decide by ``SlotSearch.limits`` which tokens are solved, begin anew or continue; move the windows."""
     rows, tokens, width = value_RWD.shape
     padded, block = triton.next_power_of_2(tokens), triton.next_power_of_2(width)
     with on_device(value_RWD.device):
@@ -197,8 +196,7 @@ def decide_tokens(
             counts_3,
             width,
             rows * tokens,
-            tolerance,
-            max_iterations,
+            *limits_S,
             W=tokens,
             BLOCK_W=padded,
             BLOCK=block,
@@ -326,7 +324,7 @@ def _any(flags):
 def _decide_tokens(
     rows_ptr, tokens_ptr, next_ptr, z_ptr, best_ptr, lowest_ptr, residual_ptr, scale_ptr, iterations_ptr,
     as_head_ptr, fresh_ptr, clean_ptr, within_ptr, done_ptr, converged_ptr, count_ptr, lengths_ptr, limit_ptr,
-    value_ptr, following_ptr, chosen_ptr, report_ptr, counts_ptr, D, T, tolerance, most,
+    value_ptr, following_ptr, chosen_ptr, report_ptr, counts_ptr, D, T, tolerance_ptr, most_ptr,
     W: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -339,6 +337,7 @@ def _decide_tokens(
     at, here = slot * W + order, row * W + order
     count, length = tl.load(count_ptr + slot), tl.load(lengths_ptr + slot)
     limit = tl.load(limit_ptr + slot)
+    tolerance, most = tl.load(tolerance_ptr + slot), tl.load(most_ptr + slot)
     tokens = tl.load(tokens_ptr + at, mask=real, other=0)
     lowest = tl.load(lowest_ptr + at, mask=real, other=0.0)
     residual = tl.load(residual_ptr + at, mask=real, other=0.0)
