@@ -132,6 +132,9 @@ GROUPS: dict[str, dict[str, Row]] = {
         "damping 0.5": {**MAMBA2, **BASE, "damping": 0.5},
         "gates of at most 0.75": _changed(BOUNDED_GATES, base={**MAMBA2, **BASE}),
         "3 phantom steps": _changed(*SEARCHED, PHANTOM, base={**MAMBA2, **THROUGHOUT}),
+        "Anderson acceleration, 3 phantom steps": _changed(
+            *SEARCHED, PHANTOM, ANDERSON, base={**MAMBA2, **THROUGHOUT}
+        ),
     },
 }
 """Rows by group and label."""

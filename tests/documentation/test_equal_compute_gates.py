@@ -81,7 +81,10 @@ def test_llama_of_5_3_m(half: dict[str, Any], leads: Any) -> None:
     means = [SEEDS["mean_perplexity"](by_decay[decay]) for decay in (1.5, 0.75)]
     assert {f"{choice(rows):.2f}" for rows in by_decay.values()} == {"43.01"}
     assert f"on the held-out books {means[0]:.2f} with 1.5 and {means[1]:.2f} with 0.75" in TABLES
-    assert not half["choosing"](half["read"](SMALL_THIRD))
+    grids = chosen_by_seed_0(half, SMALL_THIRD)
+    for kind in (("implicit", 4, 4), ("explicit", 4, 0), ("explicit", 8, 0)):
+        assert set(grids[kind]) == {(2e-3, 2), (2e-3, 1), (4e-3, 1), (1e-3, 2), (2e-3, 4)}
+        assert best(grids[kind]) == (2e-3, 2)
 
 
 def test_more_text_per_parameter(half: dict[str, Any], leads: Any) -> None:
@@ -186,10 +189,16 @@ def test_ablations_of_mamba2_and_of_a_search_to_a_tolerance(half: dict[str, Any]
     text = f"{text} held-out books, and fewer tokens converge: {share(damped[0])} and {share(damped[1])}"
     assert f"{text} instead of {share(base)} %" in TABLES
     gated, phantom = row("Mamba2", "gates of at most 0.75"), row("Mamba2", "3 phantom steps")
+    anderson = row("Mamba2", "Anderson acceleration, 3 phantom steps")
     lower = [percent(1 - gated[on] / base[on], sign=False) for on in ("choice", "report")]
     assert f"Gates lower it by {lower[0]} and {lower[1]} %." in TABLES
-    worse = [percent(phantom[on] / base[on] - 1, sign=False) for on in ("choice", "report")]
-    assert f"Three phantom steps after 3 iterations are {worse[0]} and {worse[1]} % worse" in TABLES
+    worse = [
+        percent(run[on] / base[on] - 1, sign=False)
+        for run in (phantom, anderson)
+        for on in ("choice", "report")
+    ]
+    text = f"Three phantom steps after 3 iterations are {worse[0]} and {worse[1]} % worse, and with Anderson"
+    assert f"{text} acceleration in training {worse[2]} and {worse[3]} %." in TABLES
 
 
 def test_text_seen_once_by_mamba2_and_by_explicit_models_of_other_sizes(
@@ -213,6 +222,15 @@ def test_text_seen_once_by_mamba2_and_by_explicit_models_of_other_sizes(
             [run for run in zero if run["recipe"]["layers"] == [0, 4, 0]],
         )
     )
+    grids = chosen_by_seed_0(half, PARTS["ONCE_MAMBA2"])
+    kinds = (("explicit", 4, 0), ("implicit", 4, 2))
+    assert {best(grids[kind]) for kind in kinds} == {(4e-3, 0.3)}
+    higher, chosen = (
+        [f"{grids[kind][point]['choice']:.2f}" for kind in kinds] for point in ((8e-3, 0.1), (4e-3, 0.3))
+    )
+    text = f"with 8e-3 seed 0 has {higher[0]} (explicit) and {higher[1]} (implicit) on the text of the"
+    assert f"{text} choice, where 4e-3 has {chosen[0]} on both sides" in TABLES
+    assert chosen[0] == chosen[1]
     above = percent(undamped["report"] / explicit["report"] - 1, sign=False)
     assert f"all tokens converge, and seed 0 is {above} % above the explicit one" in TABLES
     assert at_fixed_point(undamped)[1] > 0.999
