@@ -265,10 +265,10 @@ def test_outcomes_of_the_gpu_tests():
     for why, names in found["skipped"].items():
         skipped[why.split()[0]] += len(names)
     assert skipped == {"fla": 9, "this": 8, "rows": 1}
-    text = "(2026-11-30, one of four H200s, beside trainings, 20 processes,"
+    text = "(2026-11-30, one of two H200s, beside trainings, 16 processes,"
     assert f"{text} {run['wall_seconds']:.0f} s)" in notes
     assert last.startswith("2026-11-30")
-    assert run["command"].endswith("--processes 20")
+    assert run["command"].endswith("--processes 16")
     assert f"of all {ran} tests **{counts['passed']} passed and none failed**" in notes
     assert f"{counts['skipped']} were skipped: seven backward passes of fla" in notes
     single, *windows, ends = (
