@@ -247,11 +247,12 @@ def test_beside_explicit_models_of_any_depth_and_width(half: dict[str, Any], lea
     text = f"{below(narrow)} % below 8 narrower ones of equal size and {below(small)} % below 8 of the same"
     assert f"{text} width, 8.3 M parameters, which chose 2e-3 and 2 among the same five points" in TABLES
     readme = words("README.md")
-    text = f"Llama {below(llama)} % (5M) and {below(middle)} % (10M), Mamba2 {below(small)} % (5M) and"
-    assert f"{text} {below(wide)} % (11M)" in readme
+    pairs = [f"{below(one)} and {below(another)} %" for one, another in ((llama, other), (small, third))]
+    text = f"Llama 5M {pairs[0]}, Llama 10M {below(middle)} %, Mamba2 5M {pairs[1]}, Mamba2 11M"
+    assert f"{text} {below(wide)} %." in readme
     notes = words("benchmarks/NOTES.md")
-    text = f"Llama {below(llama)} and {below(middle)} %, Mamba2 {below(small)} and {below(wide)} %."
-    assert text in notes
+    text = f"Llama of 5.3 M {pairs[0]}, of 10.2 M {below(middle)} %; Mamba2 of 5.5 M {pairs[1]}, of 11.1 M"
+    assert f"{text} {below(wide)} %." in notes
 
 
 def test_mamba2(half: dict[str, Any]) -> None:
