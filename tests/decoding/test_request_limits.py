@@ -56,6 +56,19 @@ def test_limits_are_written_where_they_differ_from_those_of_the_slot(tiny_model)
     assert written == [False, True, False, True, True, False]
 
 
+@pytest.mark.parametrize(
+    "own", [{"tolerance": "0.1"}, {"max_iterations": "3"}, {"max_iterations": 3.0}], ids=str
+)
+def test_limits_that_are_accepted_as_numbers_are_used_as_numbers(tiny_model, own):
+    """A text that was accepted must not fail in its first step, beside others."""
+    model = tiny_model("mamba2", tolerance=1e-3)
+    decoder = ContinuousDecoder(model, max_batch_size=1, max_seq_len=24)
+    decoder.submit(Request(prompt=[1, 2], max_new_tokens=3, **own))
+    found = [new.iterations for new in decoder.run()]
+    numbers = {name: float(value) if name == "tolerance" else int(value) for name, value in own.items()}
+    assert found == ib.generate(model, [[1, 2]], max_new_tokens=3, **numbers).iterations[0].tolist()
+
+
 def test_an_invalid_limit_is_refused(tiny_model):
     decoder = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=24)
     with pytest.raises(ValueError, match="max_iterations"):

@@ -135,11 +135,8 @@ def limited_options(
     search, stopping = batch.search, batch.search.stopping
     if search.limits is None or stopping is None:
         return batch.options
-    search.set_limits(
-        slots,
-        stopping.tolerance if tolerance is None else tolerance,
-        stopping.max_iterations if max_iterations is None else max_iterations,
-    )
+    stopping = SearchOptions(tolerance=tolerance, max_iterations=max_iterations).stopping(stopping)
+    search.set_limits(slots, stopping.tolerance, stopping.max_iterations)  # numbers, also if given as strings
     return batch.options.limited(tolerance, max_iterations)
 
 
