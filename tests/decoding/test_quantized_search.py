@@ -64,6 +64,23 @@ def test_requests_can_have_their_own_limits(tiny_model):
     assert all(new.residual <= 1e-3 for new in decoder.run())
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at-once", "late"])
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5])
+def test_a_request_takes_at_most_its_iterations(tiny_model, limit, late):
+    """Calls in 8 bits leave at least the last iteration; on a GPU the host reads their end one call late."""
+    sizes = {"max_batch_size": 2, "max_seq_len": 16}
+    decoder = ContinuousDecoder(tiny_model("attention"), **sizes, tolerance=1e-6, search_dtype=torch.int8)
+    decoder.on_gpu |= late
+    for own in (limit, 40):
+        decoder.submit(Request(prompt=[1, 2], max_new_tokens=5, max_iterations=own))
+    made = [[], []]
+    for new in decoder.run():
+        made[new.request].append(new.iterations)
+    assert made[0] == [limit] * 5
+    assert max(made[1]) <= 40
+    assert decoder.quantized.calls > 0
+
+
 def test_the_type_is_chosen_by_the_device_and_logged(tiny_model, caplog):
     model = tiny_model("mamba2")
     _, expected = decode(model, PROMPTS[:1], search_dtype=torch.int8)

@@ -36,6 +36,8 @@ _LOG = logging.getLogger(__name__)
 
 BEGIN_FINE = {torch.int8: 0.03, torch.float8_e4m3fn: 0.1}
 """Residual from which a search is in full precision: three times the rounding error of the weights."""
+LEAST = 4
+"""The lowest ``max_iterations`` with calls in 8 bits: up to half of them and one, before the last one."""
 
 
 def quantized_search(
@@ -120,14 +122,15 @@ class QuantizedSearch:
     def wants(self, texts: Sequence[Text | None], *, size: int) -> bool:
         """Whether the next call of the map, on ``size`` slots, is one with weights in 8 bits.
 
-        It is if all texts are far from their fixed points, by the last flags that are known to the host; a
-        text whose search began after these is. Otherwise the searches of all texts remain in full precision,
-        so that no later call with weights in 8 bits is the one that commits. Kernels serve ``FEW`` rows.
+        It is if all texts have ``LEAST`` iterations and are far from their fixed points, by the last flags
+        known to the host; a text whose search began later is. Otherwise the searches of all texts remain in
+        full precision, so that no later call in 8 bits is the one that commits. Kernels serve ``FEW`` rows.
         """
-        known, flags = self._known
+        (known, flags), limits = self._known, self.batch.search.limits_on_host
         active = [(slot, text.begun) for slot, text in enumerate(texts) if text is not None]
         wanted = all(
-            self._fine.get(slot) != begun and (begun > known or flags[slot]) for slot, begun in active
+            self._fine.get(slot) != begun and (begun > known or flags[slot]) and limits[slot][1] >= LEAST
+            for slot, begun in active
         )
         if wanted and (self.fused is None or size <= FEW):
             return True

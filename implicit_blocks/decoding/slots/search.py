@@ -72,11 +72,11 @@ class SlotSearch:
         self.iterations = torch.zeros(slots, device=device, dtype=torch.int64)
         self.limits: tuple[Tensor, Tensor] | None = None
         """Each slot's tolerance and maximum number of iterations, (S,); None: residuals end no search."""
-        self._limits: dict[int, tuple[float, int]] = {}  # those of each slot, on the host
+        self.limits_on_host: dict[int, tuple[float, int]] = {}  # by slot
         if solver is not None and stopping is not None and self.exit is None:
             tolerance_S = torch.full_like(self.residual, stopping.tolerance)
             self.limits = tolerance_S, torch.full_like(self.iterations, stopping.max_iterations)
-            self._limits = dict.fromkeys(range(slots), (stopping.tolerance, stopping.max_iterations))
+            self.limits_on_host = dict.fromkeys(range(slots), (stopping.tolerance, stopping.max_iterations))
         self.converged = torch.zeros(slots, device=device, dtype=torch.bool)
         self.done = torch.zeros_like(self.converged)
         self.state: Any = () if solver is None else pytree.tree_map(torch.clone, solver.init(self.z))
@@ -92,13 +92,13 @@ class SlotSearch:
         """Set the tolerance and the maximum number of iterations of the next searches of some slots."""
         assert self.limits is not None
         limits = tolerance, max_iterations
-        if all(self._limits[slot] == limits for slot in slots):
+        if all(self.limits_on_host[slot] == limits for slot in slots):
             return
         slots_B = torch.empty(len(slots), dtype=torch.int64, device=self.z.device)
         put_(slots_B, slots)
         for whole_S, value in zip(self.limits, limits, strict=True):
             whole_S.index_fill_(0, slots_B, value)
-        self._limits |= dict.fromkeys(slots, limits)
+        self.limits_on_host |= dict.fromkeys(slots, limits)
 
     def begin(self, slots_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
         """Begin a token in each of these slots, or in those of them where ``where_R`` (R,) bool is True."""
