@@ -191,6 +191,22 @@ def test_the_average_begins_anew_where_an_extended_run_moves_its_start(small: Sm
     assert run.loop.average.updates == 6, "those of the steps after step 6"
 
 
+def test_the_average_begins_anew_where_the_steps_before_a_moved_start_are_skipped(
+    small: Small, tmp_path: Path
+) -> None:
+    share = {**EMA, "training.ema": {"decay": 0.6, "start": 0.5}, "training.non_finite": "skip"}
+    build(small(share), output=tmp_path / "run", device="cpu").train()
+    longer = {**share, "training.max_steps": 10, "training.evaluate_every": 5}
+    run = build(small(longer), output=tmp_path / "run", device="cpu", resume=True)
+    hook = run.model.register_forward_hook(_make_nan)
+    run.train(stop_at=5)
+    hook.remove()
+    run.train()
+    assert run.loop.average is not None
+    assert run.loop.progress.skipped == 1
+    assert run.loop.average.updates == 5, "those of the steps after step 5"
+
+
 @pytest.mark.parametrize("optimizer", [False, True], ids=["weights", "with the optimizer"])
 def test_another_run_begins_with_the_average_or_continues_the_training(
     small: Small, tmp_path: Path, optimizer: bool

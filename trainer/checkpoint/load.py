@@ -84,8 +84,8 @@ def load_checkpoint(
     load_tensors(path, found if parts is None else parts.as_stored(found), one_process=ranks.is_single)
     if optimizer is not None:
         load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
-        if average is not None:
-            average.updates = state.get("average_updates", 0)
+        if average is not None:  # an extended run may have moved a share of its steps behind this one
+            average.updates = state.get("average_updates", 0) * (state["progress"]["step"] > average.start)
     if restore_random:
         _restore_random(path, state, ranks, tensor_ranks(model))
     return TrainingProgress(**state["progress"])

@@ -34,7 +34,7 @@ class WeightAverage:
 
     def __init__(self, model: nn.Module, *, decay: float, start: int = 0) -> None:
         self._model = model
-        self._start = start
+        self.start = start
         self.decay = decay
         """Share of the old average that an update keeps."""
         self._average = get_ema_multi_avg_fn(decay)
@@ -53,8 +53,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the weights after ``step`` updates of the run."""
-        if step <= self._start:  # also where an extended run has moved a share of its steps
-            self.updates = 0
+        if step <= self.start:
             return
         parameters = self._parameters()
         averages = [local_part(self.tensors[name]) for name in parameters]
@@ -76,9 +75,7 @@ class WeightAverage:
             updates: number of updates of the average so far, float32 scalar on the device; counted on.
 
         """
-        counts = (step > self._start).float()
-        updates *= counts
-        made = counts * (1 - skip)
+        made = (step > self.start).float() * (1 - skip)
         share = made * (updates == 0).float().clamp(min=1 - self.decay)
         updates += made
         parameters = self._parameters()
@@ -88,7 +85,7 @@ class WeightAverage:
 
     def count(self, step: int) -> None:
         """Count an update that was made on the device after ``step`` updates of the run."""
-        self.updates = self.updates + 1 if step > self._start else 0
+        self.updates += step > self.start
 
     @contextmanager
     def applied(self) -> Iterator[None]:
