@@ -116,6 +116,21 @@ def test_a_stopped_run_is_evaluated_once_and_counts_on_after_a_resume(small: Sma
     assert json.loads((tmp_path / "parts" / "summary.json").read_text())["stopped"] is not None
 
 
+def test_a_stopped_run_stays_ended_unless_its_condition_changes(small: Small, tmp_path: Path) -> None:
+    first = build(small(STOPPING), output=tmp_path / "run", device="cpu").train()
+    again = build(small(STOPPING), output=tmp_path / "run", device="cpu", resume=True).train()
+    assert first is not None
+    assert again is not None
+    assert (again["steps"], again["stopped"]) == (3, first["stopped"])
+    rows = list(read_metrics(tmp_path / "run" / "evaluations.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    patient = small({**STOPPING, "callbacks": [{**STOPPING["callbacks"][0], "patience": 3}]})
+    summary = build(patient, output=tmp_path / "run", device="cpu", resume=True).train()
+    assert summary is not None
+    assert summary["steps"] == 4
+    assert "in 3 evaluations" in summary["stopped"]
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
         self._failed = 0
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
-        """Count the evaluations of a resumed run."""
+        """Count the evaluations of a resumed run, which stays ended if its patience is exhausted."""
         self._begin()
         path = run.folder / "evaluations.jsonl"
         if not run.is_main or not path.is_file():
@@ -44,21 +44,24 @@ class EarlyStopping(Callback):
                 rows.setdefault(row["step"], []).append(row)
         for at, every in sorted(rows.items()):
             self._count(at, self._value(every))
+        self._stop_if_exhausted(run, step)
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Compare an evaluation with the best one; stop the run if its patience is exhausted."""
         if not run.is_main or step <= self._last_step:  # a run resumed at its end is evaluated again
             return
         self._count(step, self._value([result.as_row(by_position=False) for result in results]))
+        self._stop_if_exhausted(run, step)
+
+    def _stop_if_exhausted(self, run: CallbackContext, step: int) -> None:
         spec = self._spec
-        if self._failed >= spec.patience and step < run.spec.total_steps:
-            best = (
-                "was never finite" if self._best is None else f"was {self._best:g} at step {self._best_step}"
-            )
-            run.stop(
-                f"{spec.metric} has not improved by {spec.min_delta:g} in "
-                f"{counted(self._failed, 'evaluation')}; its best value {best}"
-            )
+        if self._failed < spec.patience or step >= run.spec.total_steps:
+            return
+        best = "was never finite" if self._best is None else f"was {self._best:g} at step {self._best_step}"
+        run.stop(
+            f"{spec.metric} has not improved by {spec.min_delta:g} in "
+            f"{counted(self._failed, 'evaluation')}; its best value {best}"
+        )
 
     def _count(self, step: int, value: float | None) -> None:
         self._last_step = step

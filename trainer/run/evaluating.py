@@ -101,6 +101,8 @@ class Evaluator:
         if self._average is not None:
             place["weights"] = self._average.weights
         if self._ranks.is_main:
+            if (self._folder.evaluations.last_row() or place)["step"] == step:  # of an earlier start
+                self._folder.evaluations.truncate_after(step - 1)
             # One write: a killed process leaves the rows of all sets, or none.
             self._folder.evaluations.write(*({**place, **each.as_row(by_position=False)} for each in results))
         if results:

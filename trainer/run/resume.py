@@ -114,8 +114,7 @@ def resume(
             folder.set_results_aside()
         folder.metrics.truncate_after(progress.step)
         _warn_of_differences(folder, progress.step, manifest["versions"], display)
-        # A run resumed at its end is evaluated again, for its summary.
-        folder.evaluations.truncate_after(progress.step - (progress.step == total_steps))
+        folder.evaluations.truncate_after(progress.step)
         folder.record_resume(
             spec=spec.model_dump(mode="json"),
             manifest=manifest,
