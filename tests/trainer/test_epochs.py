@@ -74,6 +74,13 @@ def test_the_dry_run_converts_epochs(small: Small, tokens: dict[str, Any]) -> No
     assert "the run takes 2.00 epochs" in report
 
 
+def test_the_dry_run_counts_the_held_out_sequences(small: Small, tokens: dict[str, Any]) -> None:
+    held_out = {"data.validation_path": tokens["data"]["path"], "evaluation.lengths": [6, 12, 24]}
+    for most, words in ((32, "32, 20, 10 sequences each"), (10, "10 sequences each")):
+        report = dry_run_report(small({**tokens, **held_out, "evaluation.sequences": most}), name="text")
+        assert f"lengths 6, 12, 24; {words}" in report
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

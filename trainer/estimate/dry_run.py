@@ -32,9 +32,8 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
 
     """
     epochs, spec = spec.training.epochs, resolve_epochs(spec)
-    training, phases = spec.training, spec.phase_specs()
+    training, phases, tokens = spec.training, spec.phase_specs(), spec.total_tokens
     sequences, vocab_size = spec.total_sequences, getattr(spec.model, "vocab_size", None)
-    tokens = spec.total_tokens
     spec.require_shares(ranks)
     batches = {(p.training.batch_size, p.training.sequences_at_once, p.data.seq_len) for p in phases}
     one_batch = len(batches) == 1
@@ -76,13 +75,15 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
     if rates:
         whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
     lines += _section("whole run", whole)
-    lengths = spec.evaluation.at(spec.data.seq_len).lengths
-    _check_held_out(spec.data, length=max(lengths), vocab_size=vocab_size)
+    lengths, most = spec.evaluation.at(spec.data.seq_len).lengths, spec.evaluation.sequences
+    held_out = _held_out_tokens(spec.data, length=max(lengths), vocab_size=vocab_size)
+    counts = [most if held_out is None else min(most, (held_out - 1) // length) for length in lengths]
+    few = "at most " if held_out is None and (spec.data.finite or isinstance(spec.data, MixtureSpec)) else ""
+    numbers = few + ", ".join(map(str, counts if min(counts) < most else counts[:1]))
     evaluated = f"lengths {', '.join(map(str, lengths))}"
     if spec.evaluation.identity_probabilities:
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
-    evaluation = [f"{evaluated}; {spec.evaluation.sequences} sequences each", *_evaluation_search(spec)]
-    lines += _section("evaluation", evaluation)
+    lines += _section("evaluation", [f"{evaluated}; {numbers} sequences each", *_evaluation_search(spec)])
     lines += _section("decoding", _decoding(spec))
     return "\n".join(lines)
 
@@ -91,16 +92,18 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return [f"  {title if number == 0 else '':<16}{line}" for number, line in enumerate(lines)]
 
 
-def _check_held_out(data: DataSpec, *, length: int, vocab_size: int | None) -> None:
-    """Reject held-out text that is too short for an evaluation of this length, as the run does."""
+def _held_out_tokens(data: DataSpec, *, length: int, vocab_size: int | None) -> int | None:
+    """Return the number of held-out tokens, if known; reject too few for this length, as the run does."""
     for source in data.sources if isinstance(data, MixtureSpec) else ():
-        _check_held_out(source.data, length=length, vocab_size=vocab_size)
+        _held_out_tokens(source.data, length=length, vocab_size=vocab_size)
     if isinstance(data, TokensSpec | StreamSpec):
         path = data.path if isinstance(data, TokensSpec) else data.validation_path
         held_out = None if path is None else validation_folder(path, data.validation_path)
         if held_out is not None:
             tokens = open_tokens(held_out, dtype=getattr(data, "dtype", None))
             check_tokens(tokens, length=length, vocab_size=vocab_size, documents=data.documents)
+            return tokens.tokens
+    return None
 
 
 def _parameters(model: ModelSpec) -> list[str]:
