@@ -7,6 +7,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.decoding.slots import prompts as slot_prompts
 
 LIMITS = [{}, {"tolerance": 0.1}, {"max_iterations": 2}, {"tolerance": 0.3, "max_iterations": 5}]
 
@@ -67,6 +68,34 @@ def test_limits_that_are_accepted_as_numbers_are_used_as_numbers(tiny_model, own
     found = [new.iterations for new in decoder.run()]
     numbers = {name: float(value) if name == "tolerance" else int(value) for name, value in own.items()}
     assert found == ib.generate(model, [[1, 2]], max_new_tokens=3, **numbers).iterations[0].tolist()
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_after_prompts_that_fail_the_other_texts_continue_by_their_limits(tiny_model, monkeypatch, in_flight):
+    """The text that fails is dropped with its limits; those beside it and behind it are complete."""
+    model, encode, calls = tiny_model("attention", tolerance=1e-3), slot_prompts.encode_tokens, []
+
+    def failing(*given, **options):
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return encode(*given, **options)
+
+    monkeypatch.setattr(slot_prompts, "encode_tokens", failing)
+    decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=24, max_in_flight=in_flight)
+    texts = [([1, 2, 3], {}), ([4, 5], {"tolerance": 0.1}), ([6], {}), ([7, 8], {"max_iterations": 3})]
+    for prompt, own in texts:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=5, **own))
+    made = {0: [], 2: [], 3: []}
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decoder.step()
+    for _ in range(500):
+        for new in decoder.step():
+            made[new.request].append(new.token)
+    assert not decoder.busy
+    for number, tokens in made.items():
+        prompt, own = texts[number]
+        assert tokens == ib.generate(model, [prompt], max_new_tokens=5, **own).tokens[0].tolist()
 
 
 def test_an_invalid_limit_is_refused(tiny_model):

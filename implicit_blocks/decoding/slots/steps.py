@@ -40,7 +40,7 @@ def admit(decoder: ContinuousDecoder) -> None:
         running = len(decoder.texts) - len(free)
         if began is None and not decoder.admission.is_due(time.perf_counter(), running=running, **counts):
             return
-        entering = [(slot, decoder.waiting.popleft()) for slot in free[: len(decoder.waiting)]]
+        entering = list(zip(free, decoder.waiting, strict=False))
         if not entering:
             break
         if began is None:
@@ -49,9 +49,11 @@ def admit(decoder: ContinuousDecoder) -> None:
             began = time.perf_counter()
         follow(decoder, [text for _, text in entering])
         for group in decoder.prompts.groups(entering):
+            for _, text in group:
+                decoder.waiting.remove(text)
+            solution = decoder.prompts.solve(group)  # after an error its slots are free, for the other texts
             for slot, text in group:
                 decoder.texts[slot] = text
-            solution = decoder.prompts.solve(group)
             if decoder.on_prompts is not None:
                 decoder.on_prompts([text.number for _, text in group], solution)
             choose(decoder, [slot for slot, _ in group])
@@ -83,9 +85,8 @@ def choose(decoder: ContinuousDecoder, slots: Sequence[int]) -> None:
     else:
         for place, text in texts.items():
             request = text.request
-            length = text.ids.shape[1]
             decoder.wavefront.enter(
-                rows[place], prompt=length, count=request.max_new_tokens, seed=request.seed
+                rows[place], prompt=text.length, count=request.max_new_tokens, seed=request.seed
             )
             text.in_flight = True
         report_searches(decoder.batch, size)
@@ -102,8 +103,7 @@ def _admit_chunk(decoder: ContinuousDecoder, prefill: Prefill) -> None:
         if text is None and slot not in entering and decoder.waiting:
             prefill.enter(slot, decoder.waiting.popleft())
     entering = prefill.texts
-    ready = prefill.step()
-    if ready is not None:
+    if (ready := prefill.step()) is not None:
         follow(decoder, [entering[ready]])
         decoder.texts[ready] = entering[ready]
         choose(decoder, [ready])
